@@ -1,0 +1,150 @@
+"""What a call costs, before and after: the value types everything else speaks in."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import SupportsIndex, final
+
+__all__ = ["QuotaStatus", "RateLimitStatus", "Request", "Usage", "token_count"]
+
+
+def token_count(value: object, name: str) -> int:
+    """Return `value` as an int >= 0, or say which argument is wrong and how.
+
+    bool is refused although it is an int, and float although it may be whole:
+    both are mistakes more often than counts.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name} must be an int >= 0, not {value!r} ({type(value).__name__})")
+    count = operator.index(value)
+    if count < 0:
+        raise ValueError(f"{name} must be an int >= 0, not {count}")
+    return count
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens and requests, estimated before a call or reported after it.
+
+    `cached_tokens` and `cache_write_tokens` are parts of `input_tokens`;
+    `output_tokens` includes reasoning. `max_output_tokens` is the declared
+    maximum, for quotas that charge it at arrival; None where none was declared.
+
+    Usages add up:
+
+    >>> Usage(input_tokens=900, output_tokens=80) + Usage(input_tokens=100)
+    Usage(input_tokens=1000, output_tokens=80, requests=2)
+
+    Raises:
+        TypeError, ValueError: a count that is not an int >= 0, or cached parts
+            that exceed the input.
+    """
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    requests: int = 1
+    max_output_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                object.__setattr__(self, name, token_count(value, name))
+        if self.max_output_tokens is not None:
+            maximum = token_count(self.max_output_tokens, "max_output_tokens")
+            object.__setattr__(self, "max_output_tokens", maximum)
+        cached = self.cached_tokens + self.cache_write_tokens
+        if cached > self.input_tokens:
+            raise ValueError(
+                f"cached_tokens + cache_write_tokens = {cached} exceeds input_tokens = "
+                f"{self.input_tokens}: both are parts of the input, so count them there too"
+            )
+
+    @property
+    def total_tokens(self) -> int:
+        """Input plus output."""
+        return self.input_tokens + self.output_tokens
+
+    def __add__(self, other: object) -> Usage:
+        if not isinstance(other, Usage):
+            return NotImplemented
+        maxima = (self.max_output_tokens, other.max_output_tokens)
+        return Usage(
+            **{name: getattr(self, name) + getattr(other, name) for name in _COUNTS},
+            max_output_tokens=None if None in maxima else sum(m or 0 for m in maxima),
+        )
+
+    def __radd__(self, other: object) -> Usage:
+        """Let `sum(usages)` start from its 0."""
+        return self if other == 0 else NotImplemented
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={getattr(self, name)}" for name in _COUNTS if getattr(self, name)]
+        if self.requests == 1:
+            shown.remove("requests=1")
+        elif self.requests == 0:
+            shown.append("requests=0")
+        if self.max_output_tokens is not None:
+            shown.append(f"max_output_tokens={self.max_output_tokens}")
+        return f"Usage({', '.join(shown)})"
+
+
+_COUNTS = ("input_tokens", "output_tokens", "cached_tokens", "cache_write_tokens", "requests")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What estimators and the scheduler look at before a call is made.
+
+    `max_output_tokens` None is unknown, 0 is none (embeddings, reranking).
+    `choices` is how many completions are asked for (`n`). `content` is for
+    learned estimators and never shows in a repr.
+    """
+
+    input_tokens: int
+    max_output_tokens: int | None = None
+    task: str | None = None
+    model: str | None = None
+    choices: int = 1
+    content: object = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        token_count(self.input_tokens, "input_tokens")
+        if self.max_output_tokens is not None:
+            token_count(self.max_output_tokens, "max_output_tokens")
+        if token_count(self.choices, "choices") < 1:
+            raise ValueError("choices must be at least 1, not 0")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaStatus:
+    """What a server said about one of its quotas; None is unknown.
+
+    `of` is the unit ("tokens", "input_tokens", "output_tokens", "requests" or a
+    quota's name), `per` its period and `reset` the time until it is full again,
+    both in seconds.
+    """
+
+    of: str
+    per: float | None = None
+    limit: int | None = None
+    remaining: int | None = None
+    reset: float | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateLimitStatus:
+    """What a server said about its quotas, as parsed from one response.
+
+    `retry_after` is how long it asks everyone to wait, in seconds.
+    """
+
+    quotas: tuple[QuotaStatus, ...] = ()
+    retry_after: float | None = None
