@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass, field
-from typing import SupportsIndex, final
+from typing import final
 
-__all__ = ["QuotaStatus", "RateLimitStatus", "Request", "Usage", "token_count"]
+__all__ = [
+    "QuotaStatus",
+    "RateLimitStatus",
+    "Request",
+    "Usage",
+    "positive_int",
+    "positive_seconds",
+    "seconds",
+    "token_count",
+]
 
 
 def token_count(value: object, name: str) -> int:
@@ -15,12 +25,41 @@ def token_count(value: object, name: str) -> int:
     bool is refused although it is an int, and float although it may be whole:
     both are mistakes more often than counts.
     """
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name} must be an int >= 0, not {value!r} ({type(value).__name__})")
-    count = operator.index(value)
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        kind = type(value).__name__
+        raise TypeError(f"{name} must be an int >= 0, not {value!r} ({kind})") from None
     if count < 0:
         raise ValueError(f"{name} must be an int >= 0, not {count}")
     return count
+
+
+def positive_int(value: object, name: str) -> int:
+    """Return `value` as an int >= 1, or say which argument is wrong and how."""
+    count = token_count(value, name)
+    if count == 0:
+        raise ValueError(f"{name} must be at least 1, not 0")
+    return count
+
+
+def seconds(value: object, name: str) -> float:
+    """Return `value` as finite seconds >= 0, or say which argument is wrong and how."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number of seconds >= 0, not {value!r}")
+    return float(value)
+
+
+def positive_seconds(value: object, name: str) -> float:
+    """Return `value` as finite seconds > 0, or say which argument is wrong and how."""
+    number = seconds(value, name)
+    if number == 0:
+        raise ValueError(f"{name} must be more than 0 seconds, not {value!r}")
+    return number
 
 
 @final

@@ -1,0 +1,609 @@
+"""Paths, barring, and the one grant step.
+
+A call needs a *path*: a set of gates, all of which must agree before any is
+charged. Calls of one path queue in one heap; only its head is tried. A head
+that is refused *stands* at the gates that refused it, and bars later calls
+from those and from no others. It is tried again when one of them changes, or
+at the instant that one of them named; then it stands at whichever gates refuse
+it now. So
+
+- nobody overtakes at a gate for which somebody earlier stands, whichever
+  limiter either came through, and
+- whoever waits for one gate delays nobody who does not need that gate.
+
+A call that needs two gates is safe from starvation by calls of its own path,
+and by any traffic over the gate it stands at; not by two separate floods, each
+over one of its gates.
+
+Between calls of one limiter earlier means the limiter's order; between limiters
+(priority, arrival).
+
+`settle` makes every transition, in one synchronous step, in the task that
+releases, corrects, changes a limit, leaves the queue, or whose alarm rang. It
+charges before it wakes: a woken waiter already holds what it asked for. A step
+costs O(log n) in the waiters of a path, and does not look at paths that stand
+behind a head that is still refused.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import count
+from threading import get_ident
+from typing import Any, Literal, Protocol, final
+from weakref import WeakSet, WeakValueDictionary
+
+from tokenflow._errors import RequestTooLarge
+from tokenflow._usage import Usage
+
+from ._gate import Gate
+from ._order import Key, Order
+from ._run import Bell, Run, current_run, ledger_now
+
+__all__ = ["Path", "Queue", "Turnstile", "Waiter", "settle", "turnstile"]
+
+_BACKFILL = 16
+_sequence = count()
+
+
+@final
+class Queue:
+    """What all paths of one limiter share: its order, its bound, its counts."""
+
+    __slots__ = (
+        "alone",
+        "logged_at",
+        "max_waiting",
+        "order",
+        "unreconciled",
+        "waiting",
+        "waiting_tokens",
+    )
+
+    def __init__(self, order: Order, max_waiting: int | None, *, alone: bool) -> None:
+        self.order = order
+        self.max_waiting = max_waiting
+        self.alone = alone
+        self.waiting = 0
+        self.waiting_tokens = 0
+        self.unreconciled = 0
+        self.logged_at = -math.inf
+
+
+State = Literal["queued", "granted", "failed", "gone"]
+
+
+class Booking(Protocol):
+    """What a waiter waits for: a lease, which the grant step fills in."""
+
+    usage: int | Usage
+    priority: int
+    tenant: Hashable
+
+    @property
+    def tokens(self) -> int: ...
+
+    def book(self, path: Path, costs: list[int], charges: list[Any]) -> None:
+        """It is charged."""
+
+    def cancel(self) -> None:
+        """It is not wanted any more."""
+
+
+@final
+class Waiter:
+    """A call in a queue, from its arrival until it is granted, fails or leaves."""
+
+    __slots__ = (
+        "alarm",
+        "arrived",
+        "bell",
+        "costs",
+        "deadline",
+        "error",
+        "key",
+        "lease",
+        "path",
+        "rank",
+        "state",
+    )
+
+    def __init__(
+        self, path: Path, lease: Booking, costs: list[int], now: float, bell: Bell | None
+    ) -> None:
+        sequence = next(_sequence)
+        self.path = path
+        self.lease = lease
+        self.costs = costs
+        self.arrived = now
+        self.key = path.queue.order.key(
+            lease.priority,
+            lease.tokens,
+            lease.tenant,
+            now,
+            sequence,
+            backlogged=path.queue.waiting > 0,
+        )
+        self.rank = (lease.priority, sequence)
+        self.bell = bell
+        self.state: State = "queued"
+        self.error: RequestTooLarge | None = None
+        self.alarm = math.inf  # when one of its gates, or a gap, may let it go
+        self.deadline = math.inf  # when it gives up
+
+    def wake_at(self, when: float) -> None:
+        self.alarm = when
+        self.arm()
+
+    def arm(self) -> None:
+        """Set the bell's alarm for whatever comes first."""
+        run = self.path.run
+        if self.bell is not None and run is not None:
+            when = min(self.alarm, self.deadline)
+            self.bell.set_alarm(run.clock_time(when) if when < math.inf else when)
+
+    def end(self, state: State) -> None:
+        """Leave the queue, one way or the other."""
+        self.state = state
+        self.path.queue.waiting -= 1
+        self.path.queue.waiting_tokens -= self.lease.tokens
+        if self.path.queue.order.shares:
+            if state == "granted":
+                self.path.queue.order.granted(self.key)
+            else:
+                self.path.queue.order.settle(self.lease.tenant, -self.lease.tokens)
+        if self.bell is not None and state != "gone":
+            self.bell.ring()
+
+
+@final
+class Turnstile:
+    """A gate, and those who stand at it: per limiter, its paths sorted by their heads' keys."""
+
+    __slots__ = ("__weakref__", "gate", "lines", "paths", "pid", "run")
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.lines: dict[Queue, list[tuple[Key, Path]]] = {}
+        self.paths: WeakSet[Path] = WeakSet()
+        self.run: Run | None = None
+        self.pid = os.getpid()
+
+    def first(self) -> Path:
+        """The earliest of those who stand here."""
+        if len(self.lines) == 1:
+            for line in self.lines.values():
+                return line[0][1]
+        return min((line[0][1] for line in self.lines.values()), key=Path.rank)
+
+    def bars(self, waiter: Waiter) -> bool:
+        """Does somebody stand here who goes before this call?"""
+        path = waiter.path
+        for line in self.lines.values():
+            key, other = line[0]
+            if other is path:
+                if len(line) == 1:
+                    continue
+                key, other = line[1]
+            if key < waiter.key if other.queue is path.queue else other.rank() < waiter.rank:
+                return True
+        return False
+
+    def stand(self, path: Path, key: Key) -> None:
+        line = self.lines.get(path.queue)
+        if line is None:
+            self.lines[path.queue] = [(key, path)]
+        else:
+            insort(line, (key, path), key=_key)
+
+    def leave(self, path: Path, key: Key) -> None:
+        line = self.lines[path.queue]
+        del line[bisect_left(line, key, key=_key)]
+        if not line:
+            del self.lines[path.queue]
+
+    def enter(self, run: Run | None) -> None:
+        """A run begins here: the last one's waiters are dropped, its calls in flight given up."""
+        if self.run is not None:
+            self.drop()
+            if self.gate.in_flight:
+                self.gate.give_up()
+                for path in self.paths:
+                    path.epoch += 1
+            if self.pid != os.getpid():
+                self.pid = os.getpid()
+                warnings.warn(
+                    f"{self.gate!r} was in use before this process was forked: parent and child "
+                    "now each admit the whole limit; build limiters in the child",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        self.run = run
+
+    def refuse_other_run(self, run: Run | None) -> None:
+        """Raise RuntimeError where another run uses this gate and is still going on."""
+        if self.run is not run and self.run and self.run.is_live() and not self.run.is_current():
+            raise RuntimeError(
+                f"{self.gate!r} is in use by an event loop that runs in another thread: call it "
+                "there, with anyio.from_thread.run_sync, or give each loop its own limiter"
+            )
+
+    def leave_ended_run(self, run: Run | None) -> None:
+        """Forget a run that is over, and what it left in flight and in the queue."""
+        if self.run is not run and self.run and self.run.has_ended():
+            self.enter(None)
+
+    def drop(self) -> None:
+        """Forget all waiters of a run that is over, without waking them."""
+        for path in list(self.paths):
+            path.drop()
+
+
+def _key(entry: tuple[Key, Path]) -> Key:
+    return entry[0]
+
+
+_turnstiles: WeakValueDictionary[int, Turnstile] = WeakValueDictionary()
+
+
+def turnstile(gate: Gate) -> Turnstile:
+    """The gate's turnstile: one for each gate, by identity, whoever asks."""
+    found = _turnstiles.get(id(gate))
+    if found is None:
+        found = _turnstiles[id(gate)] = Turnstile(gate)
+    return found
+
+
+@final
+class Path:
+    """The gates that a call needs, and the calls that wait for all of them.
+
+    Invariant: while anybody waits, the head is alive and stands somewhere.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_dead",
+        "_heap",
+        "_key",
+        "_variants",
+        "epoch",
+        "gates",
+        "held",
+        "is_running",
+        "queue",
+        "run",
+        "stands",
+        "thread",
+        "timed",
+        "turnstiles",
+    )
+
+    def __init__(self, queue: Queue, gates: Iterable[Gate]) -> None:
+        self.queue = queue
+        self.turnstiles = [turnstile(gate) for gate in {id(gate): gate for gate in gates}.values()]
+        self.gates = [t.gate for t in self.turnstiles]
+        self.timed = any(gate.timed for gate in self.gates)
+        self.held = [i for i, gate in enumerate(self.gates) if gate.in_flight]
+        self.run: Run | None = None
+        self.thread = 0  # of the run, and
+        self.is_running: Callable[[], bool] = bool  # is it going on? Kept here for the fast path
+        self.epoch = 0  # grows when what is in flight at one of the gates is given up
+        self._heap: list[tuple[Key, Waiter]] = []
+        self._dead = 0
+        self._key: Key = ()  # under which it stands
+        self._variants: dict[tuple[bool, ...], Path] = {}
+        self.stands: list[Turnstile] = []
+        for each in self.turnstiles:
+            each.paths.add(self)
+
+    def needed(self, costs: Sequence[int]) -> Path:
+        """The path of a call that costs nothing at some of these gates: it does not wait there."""
+        if 0 not in costs:
+            return self
+        needs = tuple(cost > 0 for cost in costs)
+        path = self._variants.get(needs)
+        if path is None:
+            path = self._variants[needs] = Path(self.queue, self.gates)
+        return path
+
+    def extend(self, gate: Gate) -> None:
+        """One more gate, for calls admitted from now on."""
+        self.held.append(len(self.gates))
+        self.gates.append(gate)
+        self.turnstiles.append(turnstile(gate))
+        self.turnstiles[-1].paths.add(self)
+        self.turnstiles[-1].run = self.run
+        for _, waiter in self._heap:
+            waiter.costs.append(gate.cost(waiter.lease.usage))
+
+    # -- runs --------------------------------------------------------------
+
+    def enter(self) -> Run | None:
+        """Be sure that the caller may use this path here and now.
+
+        Returns the current run, or None outside of any.
+
+        Raises:
+            RuntimeError: another run uses one of its gates and is still going on.
+        """
+        if self.is_here():
+            return self.run
+        run = current_run()
+        if run is None:
+            self.guard()
+            return None
+        if run is not self.run:
+            self._refuse_other_runs(run)
+            for each in self.turnstiles:
+                if each.run is not run:
+                    each.enter(run)
+            self.run, self.thread, self.is_running = run, run.thread, run.is_running
+        return run
+
+    def is_here(self) -> bool:
+        """Surely in the run that uses this path? The fast path asks this, and no more."""
+        return get_ident() == self.thread and self.is_running()
+
+    def now(self) -> float:
+        """Ledger time, from anywhere."""
+        if self.run is not None and self.is_here():
+            return self.run.now()
+        return ledger_now(self.run)
+
+    def guard(self) -> None:
+        """Be sure that no other thread's run is going on here; what an ended one left is dropped.
+
+        Raises:
+            RuntimeError: the run that uses one of its gates goes on in another thread.
+        """
+        if self.is_here():
+            return
+        run = current_run()
+        self._refuse_other_runs(run)
+        for each in self.turnstiles:
+            each.leave_ended_run(run)
+
+    def _refuse_other_runs(self, run: Run | None) -> None:
+        for each in self.turnstiles:
+            each.refuse_other_run(run)
+
+    # -- the queue ---------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        return len(self._heap) - self._dead
+
+    @property
+    def head(self) -> Waiter:
+        return self._heap[0][1]
+
+    def rank(self) -> tuple[int, int]:
+        """(priority, arrival) of the head: what counts between limiters."""
+        return self._heap[0][1].rank
+
+    def goes_before(self, other: Path) -> bool:
+        if self.queue is other.queue:
+            return self._heap[0][0] < other._heap[0][0]
+        return self.rank() < other.rank()
+
+    def join(self, waiter: Waiter, now: float) -> None:
+        """Queue a call; it may be granted at once."""
+        self.queue.waiting += 1
+        self.queue.waiting_tokens += waiter.lease.tokens
+        heappush(self._heap, (waiter.key, waiter))
+        if self.head is waiter:
+            settle(self._step_back(), (self,), now)
+        elif self.queue.order.backfill and self.waiting <= _BACKFILL + 1:
+            settle((), (self,), now)
+
+    def leave(self, waiter: Waiter, now: float) -> None:
+        """Take a call out of the queue; what it barred is tried again now."""
+        was_head = self.head is waiter
+        waiter.end("gone")
+        self._bury()
+        if was_head:
+            settle(self._step_back(), (self,), now)
+
+    def drop(self) -> None:
+        """Forget all waiters, without waking them: their run is over."""
+        for _, waiter in self._heap:
+            if waiter.state == "queued":
+                waiter.bell = None
+                waiter.end("gone")
+        self._heap.clear()
+        self._dead = 0
+        self._step_back()
+        self.run, self.thread, self.is_running = None, 0, bool
+
+    def fail_oversize(self) -> list[Turnstile]:
+        """Fail those whose cost a lowered limit has made impossible; returns where it stood."""
+        for _, waiter in list(self._heap):
+            if waiter.state == "queued":
+                waiter.error = self.refuse_oversize(waiter.costs)
+                if waiter.error is not None:
+                    waiter.end("failed")
+                    self._bury()
+        return self._step_back()
+
+    def refuse_oversize(self, costs: Sequence[int]) -> RequestTooLarge | None:
+        """The error for a call that could never pass, or None."""
+        if self.queue.alone:
+            return None
+        for gate, cost in zip(self.gates, costs, strict=True):
+            largest = gate.largest()
+            if cost > largest:
+                return RequestTooLarge(
+                    f"a cost of {cost:,} can never pass {gate!r}: at most {largest:,} fit; split "
+                    'the call, raise the limit, or pass oversize="alone" to let it go alone',
+                    cost=cost,
+                    limit=int(largest),
+                )
+        return None
+
+    # -- trying ------------------------------------------------------------
+
+    def ready_at(self, costs: Sequence[int], now: float) -> float:
+        """The instant at which all gates would take it, the queue ignored."""
+        ready = -math.inf
+        for gate, cost in zip(self.gates, costs, strict=True):
+            if cost:
+                ready = max(ready, gate.ready_at(self._asked(gate, cost), now))
+        return ready
+
+    def charge(self, costs: Sequence[int], now: float) -> list[Any]:
+        return [gate.charge(cost, now) for gate, cost in zip(self.gates, costs, strict=True)]
+
+    def undo(self, charges: Sequence[Any], now: float) -> None:
+        for gate, charge in zip(self.gates, charges, strict=True):
+            gate.undo(charge, now)
+
+    def attempt(self, now: float) -> list[Turnstile]:
+        """Try the head; returns the turnstiles at which it, granted or not, no longer stands."""
+        head = self.head
+        refused, known, wake = self._refusals(head, now)
+        if not refused:
+            left = self._step_back()
+            self._grant(head, self.charge(head.costs, now))
+            return left
+        left = [each for each in self.stands if each not in refused]
+        self._stand(refused, head.key)
+        if known < math.inf and self.queue.order.backfill and self.waiting > 1:
+            wake = min(wake, self._backfill(head, known, now))
+        head.wake_at(wake)
+        return left
+
+    def _refusals(self, waiter: Waiter, now: float) -> tuple[list[Turnstile], float, float]:
+        """Which turnstiles refuse it, the instant from which none will, the next one to look at."""
+        refused: list[Turnstile] = []
+        known, wake = -math.inf, math.inf
+        for each, cost in zip(self.turnstiles, waiter.costs, strict=True):
+            if not cost:
+                continue
+            if each.lines and each.bars(waiter):
+                refused.append(each)
+                known = math.inf
+                continue
+            ready = each.gate.ready_at(self._asked(each.gate, cost), now)
+            if ready > now:
+                refused.append(each)
+                known = max(known, ready)
+                wake = min(wake, ready)
+        return refused, known, wake
+
+    def _backfill(self, head: Waiter, known: float, now: float) -> float:
+        """Let later calls go that leave the head's known instant alone.
+
+        Returns the next instant at which one of them may have a chance.
+        """
+        wake = math.inf
+        for waiter in self._behind_head():
+            refused, ready, _ = self._refusals(waiter, now)
+            if refused:
+                wake = min(wake, ready)
+                continue
+            charges = self.charge(waiter.costs, now)
+            if self.ready_at(head.costs, now) <= known:
+                self._grant(waiter, charges)
+            else:
+                self.undo(charges, now)
+        return wake
+
+    def _behind_head(self) -> list[Waiter]:
+        """The next 16 in their order, out of a heap that stays as it is."""
+        heap = self._heap
+        edge = [(heap[i][0], i) for i in range(1, min(3, len(heap)))]
+        heapify(edge)
+        found: list[Waiter] = []
+        for _ in range(2 * _BACKFILL):  # twice: dead ones are passed over
+            if not edge or len(found) == _BACKFILL:
+                break
+            _, index = heappop(edge)
+            if heap[index][1].state == "queued":
+                found.append(heap[index][1])
+            for child in (2 * index + 1, 2 * index + 2):
+                if child < len(heap):
+                    heappush(edge, (heap[child][0], child))
+        return found
+
+    def _asked(self, gate: Gate, cost: int) -> int:
+        """With oversize="alone" an impossible cost asks for an empty gate."""
+        if self.queue.alone:
+            largest = gate.largest()
+            if cost > largest:
+                return int(largest)
+        return cost
+
+    def _grant(self, waiter: Waiter, charges: list[Any]) -> None:
+        waiter.lease.book(self, waiter.costs, charges)
+        waiter.end("granted")
+        self._bury()
+
+    def _bury(self) -> None:
+        """One in the heap is dead: keep the head alive, and the dead fewer than the living."""
+        self._dead += 1
+        heap = self._heap
+        while heap and heap[0][1].state != "queued":
+            heappop(heap)
+            self._dead -= 1
+        if self._dead > len(heap) // 2:
+            heap[:] = [entry for entry in heap if entry[1].state == "queued"]
+            heapify(heap)
+            self._dead = 0
+
+    def _stand(self, refused: list[Turnstile], key: Key) -> None:
+        if refused != self.stands or key != self._key:
+            self._step_back()
+            for each in refused:
+                each.stand(self, key)
+            self.stands, self._key = refused, key
+
+    def _step_back(self) -> list[Turnstile]:
+        """Stand nowhere; returns where it stood."""
+        stood, self.stands = self.stands, []
+        for each in stood:
+            each.leave(self, self._key)
+        return stood
+
+    def __repr__(self) -> str:
+        gates = ", ".join(map(repr, self.gates))
+        return f"<limits {gates}; {self.waiting} waiting>"
+
+
+def settle(changed: Iterable[Turnstile], fresh: Iterable[Path], now: float) -> None:
+    """The grant step: let go whoever can, the earliest first.
+
+    `changed` are turnstiles at which something may have become possible,
+    `fresh` are paths whose heads have not been tried yet.
+    """
+    opened = list(changed)
+    untried = [path for path in fresh if path.waiting]
+    while (path := _earliest(opened, untried)) is not None:
+        if path in untried:
+            untried.remove(path)
+        head = path.head
+        left = path.attempt(now)
+        if head.state == "queued":
+            opened = [e for e in opened if e not in path.stands or e.first() is not path]
+        elif path.waiting:
+            untried.append(path)
+        opened += [each for each in left if each not in opened]
+
+
+def _earliest(opened: list[Turnstile], untried: list[Path]) -> Path | None:
+    """Whose head is to be tried next."""
+    earliest: Path | None = None
+    for each in opened:
+        if each.lines:
+            path = each.first()
+            if earliest is None or path.goes_before(earliest):
+                earliest = path
+    for path in untried:
+        if earliest is None or path.goes_before(earliest):
+            earliest = path
+    return earliest

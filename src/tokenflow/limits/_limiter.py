@@ -1,0 +1,673 @@
+"""The surface that all limiters share, the lease they hand out, and several as one."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from threading import get_ident
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self, final
+
+import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
+
+from tokenflow._errors import QueueFull, WaitTimeout
+from tokenflow._usage import Usage, token_count
+
+from ._admission import Booking, Path, Queue, Turnstile, Waiter, settle, turnstile
+from ._gate import Gate
+from ._order import Fifo, Order
+from ._run import Bell, Run, current_run, ledger_now
+from ._window import WindowGate
+
+__all__ = ["Lease", "Limiter", "LimitsStatistics", "Oversize", "TokenLimits"]
+
+logger = logging.getLogger("tokenflow")
+
+Oversize = Literal["raise", "alone"]
+
+_CANCELLED = -math.inf
+_LONG_WAIT = 5.0
+_LOG_EVERY = 10.0
+
+
+@final
+class Lease:
+    """What was reserved, to be given back exactly once.
+
+    `limiter.reserve(cost)` makes one and `async with` fills it; `limiter.acquire`
+    and `acquire_nowait` return it filled, and `with lease:` releases it. It is
+    not bound to the task that took it.
+
+    |                        | in flight                    | windows                |
+    |------------------------|------------------------------|------------------------|
+    | `progress(usage)`      | raised to it, never lowered  | raised, never lowered  |
+    | `reconcile(actual)`    | set to it                    | credited or charged    |
+    | `release()`            | freed                        | stay                   |
+    | `cancel()`             | freed                        | all back               |
+
+    Nothing here waits. Whoever can go because of it is granted before the call
+    returns. Called from another thread while the event loop runs, each raises
+    RuntimeError and changes nothing; after the run they work.
+
+    A lease that is dropped without being released keeps what it holds and
+    raises a ResourceWarning.
+    """
+
+    __slots__ = (
+        "_charges",
+        "_costs",
+        "_epoch",
+        "_limiter",
+        "_max_wait",
+        "_path",
+        "_reconciled",
+        "_state",
+        "priority",
+        "replica",
+        "tenant",
+        "usage",
+        "waited",
+    )
+
+    usage: int | Usage
+    """What it is charged for: what was asked, or what the last correction said."""
+
+    waited: float
+    """Seconds in the queue."""
+
+    replica: object | None
+    """The replica that a router chose; None without a router."""
+
+    _path: Path
+    _costs: list[int]
+    _charges: list[Any]
+    _epoch: int
+
+    def __init__(
+        self,
+        limiter: Limiter,
+        usage: int | Usage,
+        priority: int,
+        tenant: Hashable,
+        max_wait: float | None,
+    ) -> None:
+        self._limiter = limiter
+        self.usage = usage
+        self.priority = priority
+        self.tenant = tenant
+        self._max_wait = max_wait
+        self.waited = 0.0
+        self.replica = None
+        self._state: Literal["asked", "held", "released", "cancelled"] = "asked"
+        self._reconciled = False
+
+    @property
+    def tokens(self) -> int:
+        """Total tokens."""
+        usage = self.usage
+        return usage if isinstance(usage, int) else usage.total_tokens
+
+    def progress(self, usage: int | Usage) -> None:
+        """So much exists already (a stream): raise what is charged to it.
+
+        In flight and in the windows, even past the limits; never lowers.
+
+        Raises:
+            TypeError, ValueError: a cost that makes no sense; nothing has changed.
+        """
+        self._expect_held("progress")
+        usage, costs = _priced(self._path, usage)
+        if self._state != "cancelled":
+            self._correct(usage, [max(pair) for pair in zip(costs, self._costs, strict=False)])
+
+    def reconcile(self, actual: int | Usage) -> None:
+        """Set what is charged to what it really was; the last one wins.
+
+        Windows credit at most what is still in them, and charge an overrun now,
+        past the limit if need be: debt, which later calls wait out. Still counts
+        after `release` (in windows); does nothing after `cancel`.
+
+        Raises:
+            TypeError, ValueError: a cost that makes no sense; nothing has changed.
+        """
+        self._expect_held("reconcile")
+        usage, costs = _priced(self._path, actual)
+        if self._state != "cancelled":
+            self._correct(usage, costs)
+            self._reconciled = True
+
+    def release(self) -> None:
+        """The call is over: free what is in flight; windows keep what they hold.
+
+        A second call, or one after `cancel`, does nothing.
+        """
+        if self._state != "held":
+            return
+        path = self._path
+        if get_ident() != path.thread or not path.is_running():
+            path.guard()
+        self._state = "released"
+        if not self._reconciled:
+            path.queue.unreconciled += 1
+        if self._epoch == path.epoch:
+            crowded = False
+            for i in path.held:
+                path.gates[i].release(self._charges[i])
+                crowded = crowded or bool(path.turnstiles[i].lines)
+            if crowded:
+                _settle_path(path)
+
+    def cancel(self) -> None:
+        """It was never sent: free what is in flight and take back all charges still in windows.
+
+        A second call, or one after `release`, does nothing.
+        """
+        if self._state != "held":
+            return
+        path = self._path
+        path.guard()
+        self._state = "cancelled"
+        now = path.now()
+        for gate, charge in self._live_charges():
+            gate.undo(charge, now)
+        if path.queue.order.shares:
+            path.queue.order.settle(self.tenant, -self.tokens)
+        _settle_path(path)
+
+    def book(self, path: Path, costs: list[int], charges: list[Any]) -> None:
+        """Called by the grant step once everything is charged."""
+        self._path = path
+        self._costs = costs
+        self._charges = charges
+        self._epoch = path.epoch
+        self._state = "held"
+
+    def _live_charges(self) -> list[tuple[Gate, Any]]:
+        """All but what was in flight in a run that has ended: that was given up with it."""
+        counts = self._epoch == self._path.epoch
+        pairs = zip(self._path.gates, self._charges, strict=False)
+        return [(gate, charge) for gate, charge in pairs if counts or not gate.in_flight]
+
+    def _correct(self, usage: int | Usage, costs: list[int]) -> None:
+        path = self._path
+        path.guard()
+        now = path.now()
+        counts = self._state == "held" and self._epoch == path.epoch
+        for i, held in enumerate(self._costs):
+            gate = path.gates[i]
+            if costs[i] != held and (counts or not gate.in_flight):
+                self._charges[i] = gate.correct(self._charges[i], costs[i], now)
+        before = self.tokens
+        self.usage, self._costs = usage, costs
+        if path.queue.order.shares:
+            path.queue.order.settle(self.tenant, self.tokens - before)
+        _settle_path(path)
+        _log_debt(path, now)
+
+    def _expect_held(self, what: str) -> None:
+        if self._state == "asked":
+            raise RuntimeError(
+                f"{what} before anything is reserved: enter `async with limiter.reserve(...)` first"
+            )
+
+    async def __aenter__(self) -> Self:
+        if self._state != "asked":
+            raise RuntimeError("a reservation can be entered once: call reserve() again")
+        if not self._limiter._try(self):
+            await self._limiter._wait(self)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __enter__(self) -> Self:
+        self._expect_held("with")
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if self._state == "held" and self._epoch == self._path.epoch:
+            warnings.warn(
+                f"{self!r} was dropped without being released: what it holds stays in use; "
+                "write `with lease:` or call lease.release()",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a lease cannot be pickled or copied: it must be given back exactly once")
+
+    def __repr__(self) -> str:
+        return f"<Lease of {_shown(self.usage)}, {self._state}>"
+
+
+class Limiter:
+    """The surface of `TokenSemaphore`, `TokenRateLimiter`, `TokenLimits` and `TokenRouter`.
+
+    `cost` is an int (total tokens) or a `Usage`. `priority`: lower goes first.
+    `tenant` is any hashable name, for fair sharing and for quotas `by="tenant"`.
+    `max_wait` bounds the wait, in seconds: 0 refuses rather than waits. `model`,
+    `affinity` and `region` are for routers; what does not concern a limiter, it
+    ignores.
+
+    With room and nobody waiting nothing here yields to the event loop: a loop
+    that does nothing but reserve starves its neighbours.
+
+    Cancelled while waiting, a call leaves nothing behind, also when it had been
+    granted but not resumed yet. A scope that is cancelled already takes nothing.
+    """
+
+    __slots__ = ("__weakref__", "_fixed", "_paths", "_queue", "_sweep_at")
+
+    def __init__(self, *, order: Order, max_waiting: int | None, oversize: Oversize) -> None:
+        if oversize not in ("raise", "alone"):
+            raise ValueError(f'oversize must be "raise" or "alone", not {oversize!r}')
+        if not hasattr(order, "fresh"):
+            raise TypeError(f"order must be Fifo(), SmallestFirst() or FairShare(), not {order!r}")
+        if max_waiting is not None:
+            max_waiting = token_count(max_waiting, "max_waiting")
+        self._queue = Queue(order.fresh(), max_waiting, alone=oversize == "alone")
+        self._paths: dict[Hashable, Path] = {}
+        self._sweep_at = _SWEEP
+        self._fixed: Path | None = None
+
+    def _gates(self, tenant: Hashable) -> Iterable[Gate]:
+        """The gates of a call by this tenant."""
+        raise NotImplementedError  # pragma: no cover
+
+    def _by_tenant(self) -> bool:
+        """Does the path depend on the tenant?"""
+        raise NotImplementedError  # pragma: no cover
+
+    def reserve(
+        self,
+        cost: int | Usage,
+        *,
+        priority: int = 0,
+        tenant: Hashable = None,
+        max_wait: float | None = None,
+        model: str | None = None,
+        affinity: Hashable = None,
+        region: str | None = None,
+    ) -> Lease:
+        """`async with limiter.reserve(cost) as lease:` waits for room, and releases at the end.
+
+        >>> import anyio, tokenflow
+        >>> async def main():
+        ...     async with tokenflow.TokenSemaphore(500_000).reserve(1_200) as lease:
+        ...         return lease.usage
+        >>> anyio.run(main)
+        1200
+
+        It opens no cancel scope and no task group: it may be left in another task.
+
+        Raises:
+            TypeError, ValueError: a cost that is no int >= 0 and no Usage.
+            RequestTooLarge: the cost could never pass.
+            WaitTimeout: it would take, or took, longer than `max_wait`.
+            QueueFull: `max_waiting` calls are waiting already.
+        """
+        return Lease(self, cost, priority, tenant, max_wait)
+
+    async def acquire(
+        self,
+        cost: int | Usage,
+        *,
+        priority: int = 0,
+        tenant: Hashable = None,
+        max_wait: float | None = None,
+        model: str | None = None,
+        affinity: Hashable = None,
+        region: str | None = None,
+    ) -> Lease:
+        """Like `reserve`, for where a block does not fit; the lease is yours to release."""
+        lease = Lease(self, cost, priority, tenant, max_wait)
+        if not self._try(lease):
+            await self._wait(lease)
+        return lease
+
+    def acquire_nowait(
+        self,
+        cost: int | Usage,
+        *,
+        priority: int = 0,
+        tenant: Hashable = None,
+        model: str | None = None,
+        affinity: Hashable = None,
+        region: str | None = None,
+    ) -> Lease:
+        """Like `acquire`, but raises anyio.WouldBlock where that would wait."""
+        lease = Lease(self, cost, priority, tenant, None)
+        path = self._path(tenant)
+        lease.usage, costs = _priced(path, cost)
+        path.enter()
+        now = path.now()
+        if not self._admit(path, lease, costs, now):
+            waiter = self._join(path, lease, costs, now)
+            if waiter.state == "queued":
+                waiter.path.leave(waiter, now)
+                raise anyio.WouldBlock
+        return lease
+
+    def delay(self, cost: int | Usage, *, tenant: Hashable = None) -> float:
+        """Seconds until the gates would take this cost, the queue ignored.
+
+        A lower bound when others wait. 0.0: now; `math.inf`: only a release helps.
+
+        Raises:
+            RequestTooLarge: never.
+        """
+        path = self._path(tenant)
+        _, costs = _priced(path, cost)
+        path.guard()
+        error = path.refuse_oversize(costs)
+        if error is not None:
+            raise error
+        now = path.now()
+        return max(0.0, path.ready_at(costs, now) - now)
+
+    def _try(self, lease: Lease) -> bool:
+        """The fast path of a task: with room and nobody waiting, everything."""
+        path = self._fixed
+        if path is None:
+            path = self._path(lease.tenant)
+        here = get_ident() == path.thread and path.is_running()
+        run = path.run if here else path.enter()
+        if run is None or run.effective_deadline() == _CANCELLED:
+            return False
+        cost = lease.usage
+        if type(cost) is not int or cost < 0:
+            cost = lease.usage = _checked(cost)
+        return self._admit(
+            path, lease, [gate.cost(cost) for gate in path.gates], run.now() if path.timed else 0.0
+        )
+
+    def _admit(self, path: Path, lease: Lease, costs: list[int], now: float) -> bool:
+        """Check all gates, then charge them all; or leave everything as it is."""
+        for each, cost in zip(path.turnstiles, costs, strict=False):
+            if cost and (each.lines or each.gate.ready_at(cost, now) > now):
+                return False
+        order = path.queue.order
+        if order.shares:
+            key = order.key(lease.priority, lease.tokens, lease.tenant, now, 0, backlogged=False)
+            order.granted(key)
+        lease.book(path, costs, path.charge(costs, now))
+        return True
+
+    async def _wait(self, lease: Lease) -> None:
+        max_wait = _checked_wait(lease._max_wait)
+        path = self._path(lease.tenant)
+        lease.usage, costs = _priced(path, lease.usage)
+        run = path.enter()
+        assert run is not None
+        if run.is_cancelled():
+            await checkpoint_if_cancelled()
+        waiter = self._join(path, lease, costs, run.now(), run.bell())
+        if waiter.state == "queued":
+            try:
+                self._may_wait(waiter, max_wait)
+                while waiter.state == "queued":
+                    assert waiter.bell is not None
+                    await waiter.bell.wait()
+                    if waiter.state == "queued":
+                        self._rung(waiter, run.now())
+                if run.is_cancelled():
+                    await checkpoint_if_cancelled()
+            except BaseException:
+                self._withdraw(waiter, run)
+                raise
+            lease.waited = run.now() - waiter.arrived
+            self._log_wait(lease.waited, "waited", lease)
+        if waiter.error is not None:
+            raise waiter.error
+
+    def _join(
+        self, path: Path, lease: Lease, costs: list[int], now: float, bell: Bell | None = None
+    ) -> Waiter:
+        """Queue a call, which grants it where that is possible; refuse an impossible one."""
+        error = path.refuse_oversize(costs)
+        if error is not None:
+            raise error
+        needed = path.needed(costs)
+        if needed is not path:
+            needed.enter()
+        waiter = Waiter(needed, lease, costs, now, bell)
+        needed.join(waiter, now)
+        return waiter
+
+    def _may_wait(self, waiter: Waiter, max_wait: float | None) -> None:
+        """Refuse to wait where that is known to be in vain."""
+        queue, now = self._queue, waiter.arrived
+        if queue.max_waiting is not None and queue.waiting > queue.max_waiting:
+            raise QueueFull(
+                f"{queue.max_waiting} calls wait at {self!r} already: try again later, or raise "
+                "max_waiting",
+                retry_after=_retry_after(waiter, now),
+            )
+        if max_wait is None and not waiter.path.timed:
+            return
+        delay = waiter.path.ready_at(waiter.costs, now) - now
+        if max_wait is not None:
+            if max_wait == 0 or max_wait < delay < math.inf:
+                raise self._timeout(waiter, max_wait, now)
+            waiter.deadline = now + max_wait
+            waiter.arm()
+        if delay < math.inf:
+            self._log_wait(delay, "will wait", waiter.lease)
+
+    def _rung(self, waiter: Waiter, now: float) -> None:
+        """Awake but not granted: an alarm. Look at the gates again, or give up."""
+        waiter.alarm = math.inf
+        if waiter.path.head is waiter:
+            settle(list(waiter.path.stands), (), now)
+        if waiter.state == "queued":
+            if now >= waiter.deadline:
+                raise self._timeout(waiter, waiter.deadline - waiter.arrived, now)
+            waiter.arm()
+
+    def _timeout(self, waiter: Waiter, max_wait: float, now: float) -> WaitTimeout:
+        retry_after = _retry_after(waiter, now)
+        when = "only a release helps" if retry_after is None else f"ready in {retry_after:.3g} s"
+        return WaitTimeout(
+            f"no room for {waiter.lease.tokens:,} tokens within max_wait={max_wait:g} s at "
+            f"{self!r}: {when}; retry then, or allow a longer wait",
+            retry_after=retry_after,
+        )
+
+    def _withdraw(self, waiter: Waiter, run: Run) -> None:
+        """The caller will not have it: as if it had never asked."""
+        if not run.is_current() and run.has_ended():
+            waiter.path.guard()
+        if waiter.state == "queued":
+            waiter.path.leave(waiter, run.now())
+        elif waiter.state == "granted":
+            waiter.lease.cancel()
+
+    def _path(self, tenant: Hashable) -> Path:
+        """The path of a tenant; those that nobody waits on are dropped now and then."""
+        if self._fixed is not None:
+            return self._fixed
+        if not self._by_tenant():
+            self._fixed = Path(self._queue, self._gates(None))
+            return self._fixed
+        path = self._paths.get(tenant)
+        if path is None:
+            if len(self._paths) >= self._sweep_at:
+                self._paths = {t: p for t, p in self._paths.items() if p.waiting}
+                self._sweep_at = max(_SWEEP, 2 * len(self._paths))
+            path = self._paths[tenant] = Path(self._queue, self._gates(tenant))
+        return path
+
+    def _log_wait(self, waited: float, verb: str, lease: Booking) -> None:
+        if waited > _LONG_WAIT and logger.isEnabledFor(logging.INFO) and _may_log(self._queue):
+            logger.info("%s %.1f s for %s at %r", verb, waited, _shown(lease.usage), self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied: each process would get the whole "
+            "quota; build it in each process, or share it through a server"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsStatistics:
+    """`TokenLimits.statistics()`: its own queue, and each member's numbers."""
+
+    members: tuple[Any, ...]
+    waiting_calls: int
+    waiting_tokens: int
+    unreconciled: int
+
+
+@final
+class TokenLimits(Limiter):
+    """Several limiters as one: a call is admitted by all of them, or charged to none.
+
+    >>> import tokenflow
+    >>> in_flight = tokenflow.TokenSemaphore(500_000)
+    >>> per_minute = tokenflow.TokenRateLimiter(tokens_per_minute=2_000_000)
+    >>> limits = tokenflow.TokenLimits(in_flight, per_minute)
+    >>> limits.acquire_nowait(1_200).release()
+    >>> per_minute.statistics().quotas[0].used
+    1200
+
+    Members may be used directly as well, and in other combinations. Their own
+    order, `max_waiting` and `oversize` do not apply to calls that come through
+    here; their pauses, limits and debts do. A gate that is reached twice is
+    checked and charged once. Without members it admits everything.
+    """
+
+    __slots__ = ("_members",)
+
+    def __init__(
+        self,
+        *members: Limiter | Gate,
+        order: Order = Fifo(),  # noqa: B008 (stateless)
+        max_waiting: int | None = None,
+        oversize: Oversize = "raise",
+    ) -> None:
+        for member in members:
+            if not isinstance(member, Limiter) and not hasattr(member, "ready_at"):
+                raise TypeError(f"TokenLimits takes limiters and gates, not {member!r}")
+        super().__init__(order=order, max_waiting=max_waiting, oversize=oversize)
+        self._members = members
+
+    def _gates(self, tenant: Hashable) -> Iterable[Gate]:
+        for member in self._members:
+            if isinstance(member, Limiter):
+                yield from member._gates(tenant)
+            else:
+                yield member
+
+    def _by_tenant(self) -> bool:
+        return any(isinstance(m, Limiter) and m._by_tenant() for m in self._members)
+
+    def statistics(self) -> LimitsStatistics:
+        """Live numbers; works from anywhere."""
+        members = (m.statistics() if hasattr(m, "statistics") else m for m in self._members)
+        queue = self._queue
+        return LimitsStatistics(
+            tuple(members), queue.waiting, queue.waiting_tokens, queue.unreconciled
+        )
+
+    def __repr__(self) -> str:
+        members = ", ".join(map(repr, self._members))
+        return f"<TokenLimits({members}): {self._queue.waiting} waiting>"
+
+
+_SWEEP = 64
+
+
+def resized(gates: Iterable[Gate], now: float) -> None:
+    """Limits moved: who can no longer ever fit fails, and who can go now goes."""
+    turnstiles = [turnstile(gate) for gate in gates]
+    paths = {path for each in turnstiles for path in each.paths if path.waiting}
+    opened: list[Turnstile] = []
+    for path in paths:
+        opened += path.fail_oversize()
+    settle(dict.fromkeys([*turnstiles, *opened]), paths, now)
+
+
+def guard(gates: Iterable[Gate]) -> float:
+    """Be sure that these gates may be changed from here; returns ledger time."""
+    run = current_run()
+    turnstiles = [turnstile(gate) for gate in gates]
+    for each in turnstiles:
+        each.refuse_other_run(run)
+    for each in turnstiles:
+        each.leave_ended_run(run)
+    return ledger_now(run or next((each.run for each in turnstiles if each.run), None))
+
+
+def now_at(gates: Iterable[Gate]) -> float:
+    """Ledger time for these gates, from anywhere."""
+    runs = (turnstile(gate).run for gate in gates)
+    return ledger_now(next((run for run in runs if run), None))
+
+
+def _checked(cost: int | Usage) -> int | Usage:
+    if isinstance(cost, Usage) or (type(cost) is int and cost >= 0):
+        return cost
+    return token_count(cost, "cost")
+
+
+def _checked_wait(max_wait: float | None) -> float | None:
+    if max_wait is None:
+        return None
+    if isinstance(max_wait, bool) or not isinstance(max_wait, (int, float)):
+        raise TypeError(f"max_wait must be a number of seconds or None, not {max_wait!r}")
+    if not max_wait >= 0:
+        raise ValueError(f"max_wait must be >= 0 seconds, not {max_wait}")
+    return None if max_wait == math.inf else max_wait
+
+
+def _priced(path: Path, cost: int | Usage) -> tuple[int | Usage, list[int]]:
+    """The cost, checked, and what it comes to at each gate: all that may run a user's code."""
+    cost = _checked(cost)
+    return cost, [gate.cost(cost) for gate in path.gates]
+
+
+def _shown(cost: int | Usage) -> str:
+    return f"{cost:,} tokens" if isinstance(cost, int) else repr(cost)
+
+
+def _retry_after(waiter: Waiter, now: float) -> float | None:
+    delay = waiter.path.ready_at(waiter.costs, now) - now
+    return max(0.0, delay) if delay < math.inf else None
+
+
+def _settle_path(path: Path) -> None:
+    opened = [each for each in path.turnstiles if each.lines]
+    if opened:
+        settle(opened, (), path.now())
+
+
+def _may_log(queue: Queue) -> bool:
+    now = ledger_now(None)
+    if now - queue.logged_at < _LOG_EVERY:
+        return False
+    queue.logged_at = now
+    return True
+
+
+def _log_debt(path: Path, now: float) -> None:
+    for gate in path.gates:
+        if isinstance(gate, WindowGate) and gate.used > gate.limit and _may_log(path.queue):
+            logger.warning("%r is in debt: calls wait until it has left the window", gate)

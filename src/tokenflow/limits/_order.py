@@ -1,0 +1,234 @@
+"""Who goes first: one static key per waiter, smallest first.
+
+A key is computed once, when a call arrives, so that a queue is a plain heap.
+Every key ends in the call's sequence number, so no two are equal. `priority`
+comes first (lower goes first) unless `lane_seconds` turns it into a head start.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Hashable, Mapping
+from typing import Protocol, final
+
+from tokenflow._usage import seconds
+
+__all__ = ["FairShare", "Fifo", "Key", "Order", "SmallestFirst"]
+
+Key = tuple[float, ...]
+
+
+class Order(Protocol):
+    """`Fifo`, `SmallestFirst` or `FairShare`."""
+
+    backfill: bool
+    """May a later call that leaves the head's known instant alone go before it?"""
+
+    shares: bool
+    """Does it keep account of what each tenant was granted?"""
+
+    def fresh(self) -> Order:
+        """The same order for one more limiter, with nothing on account."""
+
+    def key(
+        self,
+        priority: int,
+        tokens: int,
+        tenant: Hashable,
+        now: float,
+        sequence: int,
+        *,
+        backlogged: bool,
+    ) -> Key:
+        """The key of a call that arrives now."""
+
+    def granted(self, key: Key) -> None:
+        """The call with this key goes. Called only where the order `shares`."""
+
+    def settle(self, tenant: Hashable, tokens: int) -> None:
+        """Correct what a tenant was granted. Called only where the order `shares`."""
+
+
+class _Stateless:
+    __slots__ = ()
+
+    shares = False
+
+    def granted(self, key: Key) -> None:
+        pass
+
+    def settle(self, tenant: Hashable, tokens: int) -> None:
+        pass
+
+
+@final
+class Fifo(_Stateless):
+    """In order of arrival.
+
+    With `backfill`, when the first in line waits for a known instant (a window),
+    one of the next 16 may go first if that leaves the instant where it is: the
+    first in line goes no later for it.
+
+    With `lane_seconds`, a call of priority p waits as if it had arrived
+    p x lane_seconds later, instead of after all of lower number: low lanes
+    wait longer, but cannot starve.
+    """
+
+    __slots__ = ("_lane", "backfill")
+
+    def __init__(self, *, backfill: bool = True, lane_seconds: float | None = None) -> None:
+        self.backfill = bool(backfill)
+        self._lane = None if lane_seconds is None else seconds(lane_seconds, "lane_seconds")
+
+    def fresh(self) -> Fifo:
+        return self
+
+    def key(
+        self,
+        priority: int,
+        tokens: int,
+        tenant: Hashable,
+        now: float,
+        sequence: int,
+        *,
+        backlogged: bool,
+    ) -> Key:
+        if self._lane is None:
+            return (priority, sequence)
+        return (now + priority * self._lane, sequence)
+
+    def __repr__(self) -> str:
+        return _shown("Fifo", "" if self.backfill else "backfill=False", self._lane)
+
+
+@final
+class SmallestFirst(_Stateless):
+    """Small calls fill gaps, and nobody starves: arrival + patience x tokens / 1000.
+
+    A call is never overtaken by one that arrived more than `patience` seconds
+    per 1,000 of its own tokens later. `lane_seconds` as for `Fifo`.
+    """
+
+    __slots__ = ("_lane", "_patience")
+
+    backfill = False
+
+    def __init__(self, patience: float = 3.0, *, lane_seconds: float | None = None) -> None:
+        self._patience = seconds(patience, "patience")
+        self._lane = None if lane_seconds is None else seconds(lane_seconds, "lane_seconds")
+
+    def fresh(self) -> SmallestFirst:
+        return self
+
+    def key(
+        self,
+        priority: int,
+        tokens: int,
+        tenant: Hashable,
+        now: float,
+        sequence: int,
+        *,
+        backlogged: bool,
+    ) -> Key:
+        due = now + self._patience * tokens / 1000
+        if self._lane is None:
+            return (priority, due, sequence)
+        return (due + priority * self._lane, sequence)
+
+    def __repr__(self) -> str:
+        return _shown("SmallestFirst", f"{self._patience:g}", self._lane)
+
+
+@final
+class FairShare:
+    """Each tenant gets its share of the tokens, whatever the size of its calls.
+
+    Start-time fair queueing (Goyal, Vin, Cheng 1996): a call's tag is
+    max(V, F[tenant]), after which F[tenant] grows by tokens / weight; V is the
+    largest tag granted. Two tenants with calls waiting stay within the sum of
+    their largest calls of each other; with weights, in proportion. Whoever asks
+    alone gets everything, and being idle earns nothing.
+
+    A call cancelled in the queue takes its share of F back, and a reconcile
+    adds its difference. Tenants who are owed nothing are forgotten.
+
+    >>> FairShare({"batch": 1, "interactive": 3})
+    FairShare({'batch': 1, 'interactive': 3})
+    """
+
+    __slots__ = ("_finish", "_full", "_now", "_weights")
+
+    backfill = False
+    shares = True
+
+    def __init__(self, weights: Mapping[Hashable, float] | None = None) -> None:
+        self._weights = dict(weights or {})
+        for tenant, weight in self._weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+                raise TypeError(f"the weight of {tenant!r} must be a number, not {weight!r}")
+            if not 0 < weight < math.inf:
+                raise ValueError(f"the weight of {tenant!r} must be > 0 and finite, not {weight}")
+        self._finish: dict[Hashable, float] = {}
+        self._now = 0.0
+        self._full = _TENANTS
+
+    def fresh(self) -> FairShare:
+        return FairShare(self._weights)
+
+    def key(
+        self,
+        priority: int,
+        tokens: int,
+        tenant: Hashable,
+        now: float,
+        sequence: int,
+        *,
+        backlogged: bool,
+    ) -> Key:
+        if len(self._finish) > self._full:
+            self._forget(backlogged)
+        tag = max(self._now, self._finish.get(tenant, 0.0))
+        self._finish[tenant] = tag + tokens / self._weights.get(tenant, 1)
+        return (priority, tag, sequence)
+
+    def granted(self, key: Key) -> None:
+        if key[1] > self._now:
+            self._now = key[1]
+
+    def settle(self, tenant: Hashable, tokens: int) -> None:
+        finish = self._finish.get(tenant, self._now) + tokens / self._weights.get(tenant, 1)
+        if finish > self._now:
+            self._finish[tenant] = finish
+        else:
+            self._finish.pop(tenant, None)
+
+    def _forget(self, backlogged: bool) -> None:
+        """Bound the account: amortised O(1) per call.
+
+        Without a backlog there is nobody to be fair to, and all start equal.
+        Under a backlog of ever new tenants those who had least are forgotten.
+        """
+        if not backlogged:
+            self._now = max(self._now, *self._finish.values())
+        owing = {t: f for t, f in self._finish.items() if f > self._now}
+        if len(owing) > _MOST_TENANTS:
+            owing = dict(
+                heapq.nlargest(_MOST_TENANTS // 2, owing.items(), key=lambda item: item[1])
+            )
+        self._finish = owing
+        self._full = max(_TENANTS, 2 * len(owing))
+
+    def __repr__(self) -> str:
+        return f"FairShare({self._weights or ''})"
+
+
+_TENANTS = 64
+_MOST_TENANTS = 10_000
+
+
+def _shown(name: str, first: str, lane: float | None) -> str:
+    shown = [first] if first else []
+    if lane is not None:
+        shown.append(f"lane_seconds={lane:g}")
+    return f"{name}({', '.join(shown)})"

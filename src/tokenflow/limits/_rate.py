@@ -1,0 +1,363 @@
+"""At most so many tokens, requests or anything else per minute, in a true sliding window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, final
+from weakref import WeakValueDictionary
+
+from tokenflow._usage import QuotaStatus, RateLimitStatus, Usage, seconds, token_count
+
+from ._gate import Gate
+from ._limiter import Limiter, Oversize, guard, logger, now_at, resized
+from ._order import Fifo, Order
+from ._run import ledger_now
+from ._window import Settle, WindowGate
+
+__all__ = ["Quota", "QuotaStatistics", "RateLimiterStatistics", "TokenRateLimiter"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """At most `limit` in any `per` seconds.
+
+    Args:
+        limit: In the unit that `of` names; at least 1.
+        per: The period, in seconds.
+        of: "tokens", "input_tokens", "output_tokens", "requests", or a pure
+            function from a Usage to an int (burn-down rates, cache weights,
+            micro-dollars). It runs once per call, before anything is charged.
+        by: "tenant" keeps one ledger for each tenant; calls without a tenant share one.
+        burst: After idling at most this much goes at once, then a steady
+            limit / per (the generic cell rate algorithm). A larger call goes when the
+            schedule is clear, and delays what follows. None: a whole period's
+            worth may go in its first second.
+        settle: "actual" corrects a charge to what was really used. "reserved"
+            never credits, and counts a call's `max_output_tokens` where that is
+            more: for providers that charge the declared maximum at arrival.
+        leeway: Seconds added to `per`, for network jitter on the way to a server
+            that counts for itself.
+        name: For `set_limit`, `observe` and `statistics`; by default `of`.
+
+    >>> Quota(30_000, of="input_tokens")
+    Quota(limit=30000, per=60.0, of='input_tokens')
+    >>> Quota(1_000_000, of=lambda u: u.input_tokens + 5 * u.output_tokens, name="burn-down").name
+    'burn-down'
+
+    Raises:
+        TypeError, ValueError: a setting that makes no sense; a limit of 0 or None,
+            which would be a pause or no quota at all.
+    """
+
+    limit: int
+    per: float = 60.0
+    of: str | Callable[[Usage], int] = "tokens"
+    by: Literal["tenant"] | None = None
+    burst: int | None = None
+    settle: Settle = "actual"
+    leeway: float = 0.0
+    name: str = ""
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        per: float = 60.0,
+        of: str | Callable[[Usage], int] = "tokens",
+        by: Literal["tenant"] | None = None,
+        burst: int | None = None,
+        settle: Settle = "actual",
+        leeway: float = 0.0,
+        name: str | None = None,
+    ) -> None:
+        if by not in (None, "tenant"):
+            raise ValueError(f'by must be "tenant" or None, not {by!r}')
+        WindowGate(limit, per, of=of, burst=burst, settle=settle, leeway=leeway)
+        if name is None:
+            name = of if isinstance(of, str) else getattr(of, "__name__", "function")
+        for field, value in (
+            ("limit", int(limit)),
+            ("per", float(per)),
+            ("of", of),
+            ("by", by),
+            ("burst", burst),
+            ("settle", settle),
+            ("leeway", float(leeway)),
+            ("name", name),
+        ):
+            object.__setattr__(self, field, value)
+
+    def __repr__(self) -> str:
+        shown = [f"limit={self.limit}", f"per={self.per}", f"of={self.of!r}"]
+        if self.by:
+            shown.append(f"by={self.by!r}")
+        if self.burst is not None:
+            shown.append(f"burst={self.burst}")
+        if self.settle != "actual":
+            shown.append(f"settle={self.settle!r}")
+        if self.leeway:
+            shown.append(f"leeway={self.leeway}")
+        if self.name != self.of:
+            shown.append(f"name={self.name!r}")
+        return f"Quota({', '.join(shown)})"
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaStatistics:
+    """One quota now: `used` counts what is in the window, others' use included.
+
+    With `by="tenant"` it is the sum over `ledgers` tenants, each of whom has `limit`.
+    `paused_for` is in seconds.
+    """
+
+    name: str
+    per: float
+    limit: int
+    used: int
+    ledgers: int
+    paused_for: float
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimiterStatistics:
+    """`TokenRateLimiter.statistics()`. `unreconciled` counts calls that left on their estimate."""
+
+    quotas: tuple[QuotaStatistics, ...]
+    waiting_calls: int
+    waiting_tokens: int
+    unreconciled: int
+
+
+@final
+class _Ledgers:
+    """The gates of one quota: a single one, or one for each tenant that is not idle.
+
+    A tenant's gate also lives as long as a lease or a waiter refers to it.
+    """
+
+    __slots__ = ("_gates", "_known", "_paused_until", "_sweep_at", "limit", "quota")
+
+    def __init__(self, quota: Quota) -> None:
+        self.quota = quota
+        self.limit = quota.limit
+        self._paused_until = -math.inf
+        self._gates: dict[Hashable, WindowGate] = {}
+        self._known: WeakValueDictionary[Hashable, WindowGate] = WeakValueDictionary()
+        self._sweep_at = _SWEEP
+        if quota.by is None:
+            self.gate(None)
+
+    def __iter__(self) -> Iterator[WindowGate]:
+        return iter(list(self._known.values()))
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def gate(self, tenant: Hashable) -> WindowGate:
+        key = tenant if self.quota.by else None
+        gate = self._gates.get(key)
+        if gate is None:
+            gate = self._known.get(key) or self._new(key)
+            self._gates[key] = gate
+        return gate
+
+    def pause(self, until: float) -> bool:
+        """Hold all gates, and those yet to come; tells whether that extends a pause."""
+        self._paused_until = max(self._paused_until, until)
+        return max([gate.pause(until) for gate in self], default=False)
+
+    def set_limit(self, limit: int) -> None:
+        self.limit = limit
+        for gate in self:
+            gate.limit = limit
+
+    def statistics(self, now: float) -> QuotaStatistics:
+        gates = list(self)
+        used = sum(gate.used_at(now) for gate in gates)
+        limit = gates[0].limit if self.quota.by is None else self.limit
+        pause = max(0.0, self._paused_until - now)
+        return QuotaStatistics(self.quota.name, self.quota.per, limit, used, len(gates), pause)
+
+    def matches(self, status: QuotaStatus) -> bool:
+        quota = self.quota
+        return status.of in (quota.name, quota.of) and status.per in (None, quota.per)
+
+    def _new(self, key: Hashable) -> WindowGate:
+        if len(self._gates) >= self._sweep_at:
+            now = ledger_now(None)
+            self._gates = {t: gate for t, gate in self._gates.items() if not gate.is_idle(now)}
+            self._sweep_at = max(_SWEEP, 2 * len(self._gates))
+        quota = self.quota
+        gate = self._known[key] = WindowGate(
+            quota.limit,
+            quota.per,
+            of=quota.of,
+            burst=quota.burst,
+            settle=quota.settle,
+            leeway=quota.leeway,
+            paused_until=self._paused_until,
+        )
+        gate.limit = self.limit
+        return gate
+
+
+@final
+class TokenRateLimiter(Limiter):
+    """Any number of quotas, judged together: all admit a call, or none is charged.
+
+    >>> import anyio, tokenflow
+    >>> limiter = tokenflow.TokenRateLimiter(
+    ...     tokens_per_minute=60_000,
+    ...     requests_per_minute=500,
+    ... )
+    >>> async def main():
+    ...     async with limiter.reserve(1_000) as lease:  # an estimate
+    ...         lease.reconcile(640)  # what the response says it was
+    ...     return limiter.statistics().quotas[0].used
+    >>> anyio.run(main)
+    640
+
+    The window is a true sliding one: in no span of `per` seconds, wherever it
+    starts, is more than the limit charged. The exceptions are debt (calls that
+    turned out larger than reserved), calls admitted `oversize="alone"`, and
+    limits that were lowered afterwards. It remembers about 1,000 points per
+    ledger, whatever the traffic, and errs on the safe side by at most per / 1000.
+
+    A call waits until its estimate fits; a call larger than a quota raises
+    RequestTooLarge at once. By default calls go in order of arrival, and small
+    ones fill gaps where that does not hold up the first in line.
+
+    Args:
+        quotas: Any number of `Quota`.
+        tokens_per_minute: Short for `Quota(n)`.
+        requests_per_minute: Short for `Quota(n, of="requests")`.
+        input_tokens_per_minute: Short for `Quota(n, of="input_tokens")`.
+        output_tokens_per_minute: Short for `Quota(n, of="output_tokens")`.
+        order: `Fifo()`, `SmallestFirst()` or `FairShare()`.
+        max_waiting: How many calls may wait; more raise QueueFull.
+        oversize: "alone" admits a call larger than a quota into an empty window.
+
+    Raises:
+        ValueError: no quota at all, which would limit nothing.
+    """
+
+    __slots__ = ("_ledgers",)
+
+    def __init__(
+        self,
+        *quotas: Quota,
+        tokens_per_minute: int | None = None,
+        requests_per_minute: int | None = None,
+        input_tokens_per_minute: int | None = None,
+        output_tokens_per_minute: int | None = None,
+        order: Order = Fifo(),  # noqa: B008 (stateless)
+        max_waiting: int | None = None,
+        oversize: Oversize = "raise",
+    ) -> None:
+        for quota in quotas:
+            if not isinstance(quota, Quota):
+                raise TypeError(f"quotas must be Quota(...) objects, not {quota!r}")
+        per_minute = {
+            "tokens": tokens_per_minute,
+            "requests": requests_per_minute,
+            "input_tokens": input_tokens_per_minute,
+            "output_tokens": output_tokens_per_minute,
+        }
+        quotas += tuple(Quota(n, of=of) for of, n in per_minute.items() if n is not None)
+        if not quotas:
+            raise ValueError(
+                "a rate limiter without a quota limits nothing: pass tokens_per_minute=..., "
+                "another ..._per_minute or a Quota; for no limit use TokenLimits()"
+            )
+        super().__init__(order=order, max_waiting=max_waiting, oversize=oversize)
+        self._ledgers = [_Ledgers(quota) for quota in quotas]
+
+    def pause(self, seconds_: float, /) -> None:
+        """Admit nothing for so many seconds: everybody waits, nobody is lost.
+
+        For a server that says "retry after". It only ever extends, and holds
+        through every `TokenLimits` that this limiter is part of.
+        """
+        pause = seconds(seconds_, "seconds")
+        now = guard(self._all_gates())
+        if max([ledgers.pause(now + pause) for ledgers in self._ledgers]):
+            logger.warning("paused for %.1f s: %r", pause, self)
+
+    def observe(self, status: RateLimitStatus, *, tenant: Hashable = None) -> None:
+        """Take in what the server says about its quotas.
+
+        What it has counted beyond what is charged here is booked as others' use
+        until it resets, in place of what the last observation said; a changed
+        limit is adopted; `retry_after` pauses. A status that matches no quota by
+        name or unit and period, or that could mean several, is ignored, and so are numbers
+        that make no sense.
+        """
+        now = guard(self._all_gates())
+        for quota_status in status.quotas:
+            ledgers = self._observed(quota_status)
+            if ledgers is not None:
+                gate = ledgers.gate(tenant)
+                gate.observe(quota_status, now)
+                resized([gate], now)
+        if status.retry_after is not None and 0 < status.retry_after < math.inf:
+            self.pause(status.retry_after)
+
+    def set_limit(self, quota: str, limit: int) -> None:
+        """Change the limit of the quota with this name (or unit); 0 is a pause.
+
+        Raising admits waiters before this returns. Lowering fails those in the
+        queue that could no longer fit; what was charged stays charged.
+
+        Raises:
+            ValueError: no quota of that name, or several.
+        """
+        limit = token_count(limit, "limit")
+        found = [each for each in self._ledgers if each.quota.name == quota]
+        found = found or [each for each in self._ledgers if each.quota.of == quota]
+        if len(found) != 1:
+            names = ", ".join(repr(each.quota.name) for each in self._ledgers)
+            which = "no quota is" if not found else f"{len(found)} quotas are"
+            raise ValueError(f"{which} called {quota!r}; there are {names}: give each a name")
+        now = guard(self._all_gates())
+        found[0].set_limit(limit)
+        resized(found[0], now)
+
+    def statistics(self) -> RateLimiterStatistics:
+        """Live numbers; works from anywhere."""
+        now = now_at(self._all_gates())
+        queue = self._queue
+        return RateLimiterStatistics(
+            tuple(each.statistics(now) for each in self._ledgers),
+            queue.waiting,
+            queue.waiting_tokens,
+            queue.unreconciled,
+        )
+
+    def _observed(self, status: QuotaStatus) -> _Ledgers | None:
+        found = [each for each in self._ledgers if each.matches(status)]
+        if len(found) > 1:
+            found = [each for each in found if each.limit == status.limit]
+        return found[0] if len(found) == 1 else None
+
+    def _gates(self, tenant: Hashable) -> Iterable[Gate]:
+        return [ledgers.gate(tenant) for ledgers in self._ledgers]
+
+    def _all_gates(self) -> list[WindowGate]:
+        return [gate for ledgers in self._ledgers for gate in ledgers]
+
+    def _by_tenant(self) -> bool:
+        return any(ledgers.quota.by for ledgers in self._ledgers)
+
+    def __repr__(self) -> str:
+        now = now_at(self._all_gates())
+        quotas = ", ".join(
+            f"{each.used:,} of {each.limit:,} {each.name} per {each.per:g} s"
+            for each in (ledgers.statistics(now) for ledgers in self._ledgers)
+        )
+        return f"<TokenRateLimiter: {quotas}, {self._queue.waiting} waiting>"
+
+
+_SWEEP = 64

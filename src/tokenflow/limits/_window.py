@@ -1,0 +1,303 @@
+"""The sliding window, as a pure ledger.
+
+Goal: in no half-open span `[t, t + per)`, wherever it starts, is more than the
+limit charged, and nearly all that an exact log would admit is admitted.
+
+Charges less than `per / 1000` apart share a slot, and a slot leaves with its
+youngest charge: the error is on the safe side, and about 1,000 slots are the
+most there can be, whatever the traffic. Slots stand in arrival order; their
+sums by blocks of 32 let the ledger find the instant at which enough will have
+left by two short scans that run in C, so that a question costs the same with
+ten slots and with a thousand.
+
+Invariant: `used == sum(amounts)`, in integers, after every step.
+
+Bursts follow the generic cell rate algorithm (ITU-T I.371) on top: an
+arrival schedule that runs ahead of the clock by what was admitted.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Literal, NamedTuple, final
+
+from tokenflow._usage import QuotaStatus, Usage, positive_int, positive_seconds, seconds
+
+from ._gate import cost_function
+
+__all__ = ["Settle", "WindowGate"]
+
+Settle = Literal["actual", "reserved"]
+
+_SLOTS = 1000
+_BLOCK = 32
+
+
+class _Piece(NamedTuple):
+    """What one charge put into one slot, and what it takes to undo it to the bit."""
+
+    slot: int
+    amount: int
+    at: float
+    youngest: float | None  # of the slot before this charge; None: this charge opened it
+    clear_at: float  # the schedule before
+    clear_after: float  # and after
+
+
+@final
+class WindowGate:
+    """At most `limit` within any `per` seconds; see `Quota` for what each setting means.
+
+    Each step costs O(1) amortised, `ready_at` of a call that has to wait two
+    scans of at most 32 numbers.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_amounts",
+        "_base",
+        "_blocks",
+        "_burst",
+        "_clear_at",
+        "_first",
+        "_foreign",
+        "_foreign_until",
+        "_interval",
+        "_limit",
+        "_opened",
+        "_paused_until",
+        "_settle",
+        "_width",
+        "_window",
+        "_youngest",
+        "cost",
+        "per",
+        "used",
+    )
+
+    in_flight = False
+    timed = True
+
+    def __init__(
+        self,
+        limit: int,
+        per: float = 60.0,
+        *,
+        of: str | Callable[[Usage], int] = "tokens",
+        burst: int | None = None,
+        settle: Settle = "actual",
+        leeway: float = 0.0,
+        paused_until: float = -math.inf,
+    ) -> None:
+        if settle not in ("actual", "reserved"):
+            raise ValueError(f'settle must be "actual" or "reserved", not {settle!r}')
+        self.cost = cost_function(of, declared=settle == "reserved")
+        self.per = positive_seconds(per, "per")
+        self.used = 0
+        self._settle = settle
+        self._window = self.per + seconds(leeway, "leeway")
+        self._width = self._window / _SLOTS
+        self._youngest: list[float] = []  # of each slot, the time of its last charge
+        self._amounts: list[int] = []
+        self._blocks: list[int] = []  # sums of _BLOCK slots each
+        self._first = 0  # slots before this index have left
+        self._base = 0  # the number of the slot at index 0
+        self._opened = -math.inf  # when the last slot was opened
+        self._burst = None if burst is None else positive_int(burst, "burst")
+        self._clear_at = -math.inf  # when the schedule has caught up with all that was charged
+        self._foreign = 0  # what others have used, as the server counts
+        self._foreign_until = -math.inf
+        self._paused_until = paused_until
+        self.limit = positive_int(limit, "limit")
+
+    @property
+    def limit(self) -> int:
+        """Writable. 0 is a pause."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._limit = limit
+        if limit:
+            self._interval = self.per / limit
+
+    def largest(self) -> float:
+        return self._limit or math.inf
+
+    def ready_at(self, cost: int, now: float) -> float:
+        self._expire(now)
+        if cost > self._limit:
+            return math.inf
+        ready = max(now, self._paused_until)
+        if self._burst is not None:
+            ready = max(ready, self._clear_at - max(0, self._burst - cost) * self._interval)
+        over = self.used + self._foreign + cost - self._limit
+        return ready if over <= 0 else max(ready, self._drained_at(over))
+
+    def charge(self, cost: int, now: float) -> tuple[_Piece, ...]:
+        if not cost:
+            return ()
+        last = len(self._youngest) - 1
+        before: float | None = None
+        if now - self._opened < self._width:
+            before = self._youngest[last]
+            self._youngest[last] = max(now, before)
+        else:
+            last += 1
+            self._open(now)
+        self._add(last, cost)
+        clear_at = self._clear_at
+        if self._burst is not None:
+            self._clear_at = max(clear_at, now) + cost * self._interval
+        return (_Piece(self._base + last, cost, now, before, clear_at, self._clear_at),)
+
+    def undo(self, charge: tuple[_Piece, ...], now: float) -> None:
+        self._expire(now)
+        for piece in reversed(charge):
+            if self._clear_at == piece.clear_after:
+                self._clear_at = piece.clear_at
+            elif self._burst is not None:
+                self._clear_at -= piece.amount * self._interval
+            index = piece.slot - self._base
+            if index < self._first:
+                continue
+            self._add(index, -piece.amount)
+            if self._youngest[index] == piece.at and piece.youngest is not None:
+                self._youngest[index] = piece.youngest
+            if index == len(self._youngest) - 1 and piece.youngest is None:
+                self._close_if_empty()
+
+    def correct(self, charge: tuple[_Piece, ...], cost: int, now: float) -> tuple[_Piece, ...]:
+        over = cost - sum(piece.amount for piece in charge)
+        if over > 0:
+            self._expire(now)
+            return charge + self.charge(over, now)
+        if over == 0 or self._settle == "reserved":
+            return charge
+        return self._credit(charge, -over, now)
+
+    def release(self, charge: tuple[_Piece, ...]) -> None:
+        """Nothing: what was sent stays in its window."""
+
+    def give_up(self) -> None:
+        """Nothing: what was sent stays in its window."""
+
+    def pause(self, until: float) -> bool:
+        """Admit nothing before this instant. Only ever extends; tells whether it did."""
+        extends = until > self._paused_until
+        if extends:
+            self._paused_until = until
+        return extends
+
+    def observe(self, status: QuotaStatus, now: float) -> None:
+        """Adopt the server's limit, and book what it counts beyond us until it resets.
+
+        What makes no sense (negative, above the limit, a limit of 0) is unknown.
+        """
+        self._expire(now)
+        limit, remaining, reset = status.limit, status.remaining, status.reset
+        if limit is not None and limit > 0 and limit != self._limit:
+            self.limit = limit
+        if remaining is None or remaining < 0:
+            return
+        self._foreign = max(0, self._limit - remaining - self.used)
+        known = reset is not None and 0 <= reset <= self._window
+        self._foreign_until = now + (reset if known and reset is not None else self._window)
+
+    def used_at(self, now: float) -> int:
+        """What counts against the limit at `now`, others' use included. Changes nothing."""
+        used = self.used
+        for index in range(self._first, len(self._youngest)):
+            if now - self._youngest[index] < self._window:
+                break
+            used -= self._amounts[index]
+        return used + (self._foreign if now < self._foreign_until else 0)
+
+    def paused_for(self, now: float) -> float:
+        """Seconds of pause left."""
+        return max(0.0, self._paused_until - now)
+
+    def is_idle(self, now: float) -> bool:
+        """Would a new gate be just like this one?"""
+        schedule = max(self._clear_at, self._paused_until)
+        return now >= schedule and self.used_at(now) == 0
+
+    def __repr__(self) -> str:
+        return f"<{self.used:,} of {self._limit:,} per {self.per:g} s>"
+
+    def _expire(self, now: float) -> None:
+        first, youngest, window = self._first, self._youngest, self._window
+        slots = len(youngest)
+        while first < slots and now - youngest[first] >= window:
+            self._add(first, -self._amounts[first])
+            first += 1
+        self._first = first
+        if first > _SLOTS:
+            self._forget(first - first % _BLOCK)
+        if self._foreign and now >= self._foreign_until:
+            self._foreign = 0
+
+    def _forget(self, slots: int) -> None:
+        """Drop whole blocks of slots that have left."""
+        del self._youngest[:slots], self._amounts[:slots], self._blocks[: slots // _BLOCK]
+        self._first -= slots
+        self._base += slots
+
+    def _open(self, now: float) -> None:
+        if len(self._youngest) % _BLOCK == 0:
+            self._blocks.append(0)
+        self._youngest.append(now)
+        self._amounts.append(0)
+        self._opened = now
+
+    def _close_if_empty(self) -> None:
+        if self._amounts[-1] == 0:
+            self._youngest.pop()
+            self._amounts.pop()
+            if len(self._youngest) % _BLOCK == 0:
+                self._blocks.pop()
+            self._opened = -math.inf
+
+    def _add(self, index: int, amount: int) -> None:
+        self._amounts[index] += amount
+        self._blocks[index // _BLOCK] += amount
+        self.used += amount
+
+    def _credit(self, charge: tuple[_Piece, ...], tokens: int, now: float) -> tuple[_Piece, ...]:
+        """Lower the pieces, the newest first; those still in the window give it back."""
+        self._expire(now)
+        pieces = list(charge)
+        for i in reversed(range(len(pieces))):
+            given = min(tokens, pieces[i].amount)
+            pieces[i] = pieces[i]._replace(amount=pieces[i].amount - given)
+            tokens -= given
+            if pieces[i].slot - self._base >= self._first:
+                self._add(pieces[i].slot - self._base, -given)
+                if self._burst is not None:
+                    self._clear_at -= given * self._interval
+        return tuple(pieces)
+
+    def _drained_at(self, over: int) -> float:
+        """The instant at which `over` of what counts now will have left."""
+        drained = self._slots_left_at(over) if over <= self.used else math.inf
+        if not self._foreign:
+            return drained
+        rest = over - self._foreign
+        gone = max(self._foreign_until, self._slots_left_at(rest) if rest > 0 else -math.inf)
+        return min(drained, gone)
+
+    def _slots_left_at(self, amount: int) -> float:
+        """The instant at which the oldest slots, `amount` in all, will have left."""
+        block = self._first // _BLOCK
+        sums = list(accumulate(self._blocks[block:], initial=0))
+        found = bisect_left(sums, amount) - 1
+        start = (block + found) * _BLOCK
+        inside = list(accumulate(self._amounts[start : start + _BLOCK]))
+        youngest = self._youngest[start + bisect_left(inside, amount - sums[found])]
+        leaves = youngest + self._window
+        while leaves - youngest < self._window:
+            leaves = math.nextafter(leaves, math.inf)
+        return leaves
