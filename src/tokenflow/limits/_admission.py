@@ -41,11 +41,11 @@ from weakref import WeakSet, WeakValueDictionary
 from tokenflow._errors import RequestTooLarge
 from tokenflow._usage import Usage
 
-from ._gate import Gate
+from ._gate import Gate, plain_costs
 from ._order import Key, Order
-from ._run import Bell, Run, current_run, ledger_now
+from ._run import OUTSIDE, Bell, Run, current_run
 
-__all__ = ["Path", "Queue", "Turnstile", "Waiter", "settle", "turnstile"]
+__all__ = ["Booking", "Path", "Queue", "Turnstile", "Waiter", "enter_all", "settle", "turnstile"]
 
 _BACKFILL = 16
 _sequence = count()
@@ -57,12 +57,13 @@ class Queue:
 
     __slots__ = (
         "alone",
-        "logged_at",
         "max_waiting",
         "order",
         "unreconciled",
+        "waited_at",
         "waiting",
         "waiting_tokens",
+        "warned_at",
     )
 
     def __init__(self, order: Order, max_waiting: int | None, *, alone: bool) -> None:
@@ -72,7 +73,8 @@ class Queue:
         self.waiting = 0
         self.waiting_tokens = 0
         self.unreconciled = 0
-        self.logged_at = -math.inf
+        self.waited_at = -math.inf  # when a long wait was logged
+        self.warned_at = -math.inf  # when debt was
 
 
 State = Literal["queued", "granted", "failed", "gone"]
@@ -142,10 +144,8 @@ class Waiter:
 
     def arm(self) -> None:
         """Set the bell's alarm for whatever comes first."""
-        run = self.path.run
-        if self.bell is not None and run is not None:
-            when = min(self.alarm, self.deadline)
-            self.bell.set_alarm(run.clock_time(when) if when < math.inf else when)
+        if self.bell is not None:
+            self.bell.set_alarm(min(self.alarm, self.deadline))
 
     def end(self, state: State) -> None:
         """Leave the queue, one way or the other."""
@@ -207,41 +207,41 @@ class Turnstile:
         if not line:
             del self.lines[path.queue]
 
-    def enter(self, run: Run | None) -> None:
-        """A run begins here: the last one's waiters are dropped, its calls in flight given up."""
-        if self.run is not None:
-            self.drop()
-            if self.gate.in_flight:
-                self.gate.give_up()
-                for path in self.paths:
-                    path.epoch += 1
-            if self.pid != os.getpid():
-                self.pid = os.getpid()
-                warnings.warn(
-                    f"{self.gate!r} was in use before this process was forked: parent and child "
-                    "now each admit the whole limit; build limiters in the child",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        self.run = run
+    def enter(self, run: Run) -> None:
+        """It is used in this run from now on.
+
+        If another run used it before, that one's waiters are dropped without
+        waking them and its calls in flight given up; times are moved to this clock.
+        """
+        before, self.run = self.run, run
+        if before is run:
+            return
+        for path in list(self.paths):
+            path.leave_run()
+        if before is not None:
+            if before is not OUTSIDE:
+                self._give_up()
+            self.gate.shift(run.now() - before.now_or_after())
 
     def refuse_other_run(self, run: Run | None) -> None:
         """Raise RuntimeError where another run uses this gate and is still going on."""
-        if self.run is not run and self.run and self.run.is_live() and not self.run.is_current():
+        if self.run is not None and self.run is not run and self.run.is_live():
             raise RuntimeError(
                 f"{self.gate!r} is in use by an event loop that runs in another thread: call it "
                 "there, with anyio.from_thread.run_sync, or give each loop its own limiter"
             )
 
-    def leave_ended_run(self, run: Run | None) -> None:
-        """Forget a run that is over, and what it left in flight and in the queue."""
-        if self.run is not run and self.run and self.run.has_ended():
-            self.enter(None)
-
-    def drop(self) -> None:
-        """Forget all waiters of a run that is over, without waking them."""
+    def _give_up(self) -> None:
         for path in list(self.paths):
             path.drop()
+        if self.gate.in_flight:
+            self.gate.give_up()
+            for path in list(self.paths):
+                path.epoch += 1
+
+    def now(self) -> float:
+        """The time by which its gate goes, from anywhere."""
+        return 0.0 if self.run is None else self.run.now_or_after()
 
 
 def _key(entry: tuple[Key, Path]) -> Key:
@@ -257,6 +257,45 @@ def turnstile(gate: Gate) -> Turnstile:
     if found is None:
         found = _turnstiles[id(gate)] = Turnstile(gate)
     return found
+
+
+def enter_all(turnstiles: Sequence[Turnstile]) -> Run:
+    """Bring these gates into the caller's run, or outside of any; all of them or none."""
+    run = current_run()
+    for each in turnstiles:
+        each.refuse_other_run(run)
+    if run is None:  # a loop that has stopped, but may go on, keeps its gates
+        runs = (each.run for each in turnstiles)
+        run = next((run for run in runs if run is not None and not run.has_ended()), OUTSIDE)
+    _warn_of_fork(turnstiles)
+    for each in turnstiles:
+        each.enter(run)
+    return run
+
+
+def _warn_of_fork(turnstiles: Sequence[Turnstile]) -> None:
+    pid = os.getpid()
+    inherited = [each for each in turnstiles if each.pid != pid]
+    for each in inherited:
+        each.pid = pid
+    if any(each.run is not None for each in inherited):
+        warnings.warn(
+            f"{inherited[0].gate!r} was in use before this process was forked: parent and child "
+            "now each admit the whole limit; build limiters in the child",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _after_fork() -> None:
+    """In the child no loop is running, although the inherited ones say so."""
+    for each in list(_turnstiles.values()):
+        for path in each.paths:
+            path.leave_run()
+
+
+if hasattr(os, "register_at_fork"):  # pragma: no branch
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @final
@@ -276,8 +315,11 @@ class Path:
         "gates",
         "held",
         "is_running",
+        "only",
+        "plain",
         "queue",
         "run",
+        "shares",
         "stands",
         "thread",
         "timed",
@@ -286,9 +328,12 @@ class Path:
 
     def __init__(self, queue: Queue, gates: Iterable[Gate]) -> None:
         self.queue = queue
+        self.shares = queue.order.shares
         self.turnstiles = [turnstile(gate) for gate in {id(gate): gate for gate in gates}.values()]
         self.gates = [t.gate for t in self.turnstiles]
         self.timed = any(gate.timed for gate in self.gates)
+        self.plain = plain_costs(self.gates)
+        self.only = self.gates[0] if len(self.gates) == 1 and not self.shares else None
         self.held = [i for i, gate in enumerate(self.gates) if gate.in_flight]
         self.run: Run | None = None
         self.thread = 0  # of the run, and
@@ -316,62 +361,37 @@ class Path:
         """One more gate, for calls admitted from now on."""
         self.held.append(len(self.gates))
         self.gates.append(gate)
+        self.plain = plain_costs(self.gates)
+        self.only = None
         self.turnstiles.append(turnstile(gate))
         self.turnstiles[-1].paths.add(self)
-        self.turnstiles[-1].run = self.run
+        self.leave_run()
         for _, waiter in self._heap:
             waiter.costs.append(gate.cost(waiter.lease.usage))
 
     # -- runs --------------------------------------------------------------
 
-    def enter(self) -> Run | None:
-        """Be sure that the caller may use this path here and now.
-
-        Returns the current run, or None outside of any.
-
-        Raises:
-            RuntimeError: another run uses one of its gates and is still going on.
-        """
-        if self.is_here():
-            return self.run
-        run = current_run()
-        if run is None:
-            self.guard()
-            return None
-        if run is not self.run:
-            self._refuse_other_runs(run)
-            for each in self.turnstiles:
-                if each.run is not run:
-                    each.enter(run)
-            self.run, self.thread, self.is_running = run, run.thread, run.is_running
-        return run
-
     def is_here(self) -> bool:
         """Surely in the run that uses this path? The fast path asks this, and no more."""
         return get_ident() == self.thread and self.is_running()
 
-    def now(self) -> float:
-        """Ledger time, from anywhere."""
-        if self.run is not None and self.is_here():
-            return self.run.now()
-        return ledger_now(self.run)
-
-    def guard(self) -> None:
-        """Be sure that no other thread's run is going on here; what an ended one left is dropped.
+    def enter(self) -> Run:
+        """Be sure that the caller may use this path here and now; returns the run it goes by.
 
         Raises:
-            RuntimeError: the run that uses one of its gates goes on in another thread.
+            RuntimeError: another thread's run uses one of its gates, and is still going on.
         """
-        if self.is_here():
-            return
-        run = current_run()
-        self._refuse_other_runs(run)
-        for each in self.turnstiles:
-            each.leave_ended_run(run)
+        if self.run is not None and self.is_here():
+            return self.run
+        run = enter_all(self.turnstiles)
+        self.run = run
+        if run is not OUTSIDE:
+            self.thread, self.is_running = run.thread, run.is_running
+        return run
 
-    def _refuse_other_runs(self, run: Run | None) -> None:
-        for each in self.turnstiles:
-            each.refuse_other_run(run)
+    def leave_run(self) -> None:
+        """Forget the run that the fast path knows."""
+        self.run, self.thread, self.is_running = None, 0, bool
 
     # -- the queue ---------------------------------------------------------
 
@@ -419,7 +439,6 @@ class Path:
         self._heap.clear()
         self._dead = 0
         self._step_back()
-        self.run, self.thread, self.is_running = None, 0, bool
 
     def fail_oversize(self) -> list[Turnstile]:
         """Fail those whose cost a lowered limit has made impossible; returns where it stood."""
@@ -457,7 +476,14 @@ class Path:
         return ready
 
     def charge(self, costs: Sequence[int], now: float) -> list[Any]:
-        return [gate.charge(cost, now) for gate, cost in zip(self.gates, costs, strict=True)]
+        pairs = zip(self.gates, costs)  # noqa: B905 (hot, and one cost for each gate)
+        return [gate.charge(cost, now) for gate, cost in pairs]
+
+    def price(self, cost: int | Usage) -> list[int]:
+        """What a call costs at each gate: all that may run a user's code."""
+        if self.plain is not None and isinstance(cost, int):
+            return [cost if counts_tokens else 1 for counts_tokens in self.plain]
+        return [gate.cost(cost) for gate in self.gates]
 
     def undo(self, charges: Sequence[Any], now: float) -> None:
         for gate, charge in zip(self.gates, charges, strict=True):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, final
 
 from tokenflow._usage import Usage, token_count
 
-__all__ = ["CostFunction", "Gate", "InFlightGate", "cost_function"]
+__all__ = ["CostFunction", "Gate", "InFlightGate", "cost_function", "plain_costs"]
 
 CostFunction = Callable[[int | Usage], int]
 
@@ -16,7 +16,8 @@ CostFunction = Callable[[int | Usage], int]
 class Gate(Protocol):
     """One ledger with one limit.
 
-    A gate is pure: no clock, no loop, no I/O; `now` is ledger time in seconds.
+    A gate is pure: no clock, no loop, no I/O; `now` is in seconds and never goes back,
+    except as `shift` says.
     It does not know who waits. Whoever asks looks at `ready_at` first and books
     with `charge` in the same synchronous step.
 
@@ -68,6 +69,9 @@ class Gate(Protocol):
     def give_up(self) -> None:
         """The run that all calls in flight belonged to is over; they will not be released."""
 
+    def shift(self, seconds: float) -> None:
+        """Another clock is used from now on: move all remembered times by so much."""
+
 
 @final
 class InFlightGate:
@@ -111,6 +115,9 @@ class InFlightGate:
     def give_up(self) -> None:
         self.used = 0
 
+    def shift(self, seconds: float) -> None:
+        """Nothing: it remembers no time."""
+
     def __repr__(self) -> str:
         return f"<{self.used:,} of {self.limit:,} {self.of} in flight>"
 
@@ -130,6 +137,18 @@ def cost_function(of: str | Callable[[Usage], int], *, declared: bool = False) -
     except (KeyError, TypeError):
         units = ", ".join(map(repr, _ACTUAL))
         raise ValueError(f"of must be one of {units} or a function, not {of!r}") from None
+
+
+def plain_costs(gates: Iterable[Gate]) -> list[bool] | None:
+    """For calls that cost an int: which gates count the int, the others counting one request.
+
+    None where some gate does neither.
+    """
+    counts = [
+        (gate.cost is _tokens or gate.cost is _declared_tokens, gate.cost is _requests)
+        for gate in gates
+    ]
+    return [tokens for tokens, _ in counts] if all(map(any, counts)) else None
 
 
 def _tokens(cost: int | Usage) -> int:

@@ -17,10 +17,10 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from tokenflow._errors import QueueFull, WaitTimeout
 from tokenflow._usage import Usage, token_count
 
-from ._admission import Booking, Path, Queue, Turnstile, Waiter, settle, turnstile
+from ._admission import Booking, Path, Queue, Turnstile, Waiter, enter_all, settle, turnstile
 from ._gate import Gate
 from ._order import Fifo, Order
-from ._run import Bell, Run, current_run, ledger_now
+from ._run import Bell, Run
 from ._window import WindowGate
 
 __all__ = ["Lease", "Limiter", "LimitsStatistics", "Oversize", "TokenLimits"]
@@ -148,8 +148,8 @@ class Lease:
         if self._state != "held":
             return
         path = self._path
-        if get_ident() != path.thread or not path.is_running():
-            path.guard()
+        if get_ident() != path.thread:
+            path.enter()
         self._state = "released"
         if not self._reconciled:
             path.queue.unreconciled += 1
@@ -169,9 +169,8 @@ class Lease:
         if self._state != "held":
             return
         path = self._path
-        path.guard()
+        now = path.enter().now()
         self._state = "cancelled"
-        now = path.now()
         for gate, charge in self._live_charges():
             gate.undo(charge, now)
         if path.queue.order.shares:
@@ -194,8 +193,7 @@ class Lease:
 
     def _correct(self, usage: int | Usage, costs: list[int]) -> None:
         path = self._path
-        path.guard()
-        now = path.now()
+        now = path.enter().now()
         counts = self._state == "held" and self._epoch == path.epoch
         for i, held in enumerate(self._costs):
             gate = path.gates[i]
@@ -357,8 +355,7 @@ class Limiter:
         lease = Lease(self, cost, priority, tenant, None)
         path = self._path(tenant)
         lease.usage, costs = _priced(path, cost)
-        path.enter()
-        now = path.now()
+        now = path.enter().now()
         if not self._admit(path, lease, costs, now):
             waiter = self._join(path, lease, costs, now)
             if waiter.state == "queued":
@@ -376,11 +373,10 @@ class Limiter:
         """
         path = self._path(tenant)
         _, costs = _priced(path, cost)
-        path.guard()
+        now = path.enter().now()
         error = path.refuse_oversize(costs)
         if error is not None:
             raise error
-        now = path.now()
         return max(0.0, path.ready_at(costs, now) - now)
 
     def _try(self, lease: Lease) -> bool:
@@ -388,24 +384,35 @@ class Limiter:
         path = self._fixed
         if path is None:
             path = self._path(lease.tenant)
-        here = get_ident() == path.thread and path.is_running()
-        run = path.run if here else path.enter()
-        if run is None or run.effective_deadline() == _CANCELLED:
+        run = path.run
+        if run is None or get_ident() != path.thread or not path.is_running():
+            run = path.enter()
+        if run.effective_deadline() == _CANCELLED:
             return False
         cost = lease.usage
         if type(cost) is not int or cost < 0:
             cost = lease.usage = _checked(cost)
-        return self._admit(
-            path, lease, [gate.cost(cost) for gate in path.gates], run.now() if path.timed else 0.0
-        )
+        now = run.now() if path.timed else 0.0
+        if path.only is None:
+            return self._admit(path, lease, path.price(cost), now)
+        gate = path.only  # one gate, nothing to keep account of: _admit in fewer steps
+        amount = gate.cost(cost)
+        if amount and (path.turnstiles[0].lines or gate.ready_at(amount, now) > now):
+            return False
+        lease._path = path
+        lease._costs = [amount]
+        lease._charges = [gate.charge(amount, now)]
+        lease._epoch = path.epoch
+        lease._state = "held"
+        return True
 
     def _admit(self, path: Path, lease: Lease, costs: list[int], now: float) -> bool:
         """Check all gates, then charge them all; or leave everything as it is."""
-        for each, cost in zip(path.turnstiles, costs, strict=False):
+        for each, cost in zip(path.turnstiles, costs):  # noqa: B905 (hot, one cost for each)
             if cost and (each.lines or each.gate.ready_at(cost, now) > now):
                 return False
-        order = path.queue.order
-        if order.shares:
+        if path.shares:
+            order = path.queue.order
             key = order.key(lease.priority, lease.tokens, lease.tenant, now, 0, backlogged=False)
             order.granted(key)
         lease.book(path, costs, path.charge(costs, now))
@@ -416,7 +423,6 @@ class Limiter:
         path = self._path(lease.tenant)
         lease.usage, costs = _priced(path, lease.usage)
         run = path.enter()
-        assert run is not None
         if run.is_cancelled():
             await checkpoint_if_cancelled()
         waiter = self._join(path, lease, costs, run.now(), run.bell())
@@ -431,10 +437,11 @@ class Limiter:
                 if run.is_cancelled():
                     await checkpoint_if_cancelled()
             except BaseException:
-                self._withdraw(waiter, run)
+                self._withdraw(waiter)
                 raise
-            lease.waited = run.now() - waiter.arrived
-            self._log_wait(lease.waited, "waited", lease)
+            now = run.now()
+            lease.waited = now - waiter.arrived
+            self._log_wait(lease.waited, "waited", lease, now)
         if waiter.error is not None:
             raise waiter.error
 
@@ -470,7 +477,7 @@ class Limiter:
             waiter.deadline = now + max_wait
             waiter.arm()
         if delay < math.inf:
-            self._log_wait(delay, "will wait", waiter.lease)
+            self._log_wait(delay, "will wait", waiter.lease, now)
 
     def _rung(self, waiter: Waiter, now: float) -> None:
         """Awake but not granted: an alarm. Look at the gates again, or give up."""
@@ -491,12 +498,11 @@ class Limiter:
             retry_after=retry_after,
         )
 
-    def _withdraw(self, waiter: Waiter, run: Run) -> None:
+    def _withdraw(self, waiter: Waiter) -> None:
         """The caller will not have it: as if it had never asked."""
-        if not run.is_current() and run.has_ended():
-            waiter.path.guard()
+        now = waiter.path.enter().now()
         if waiter.state == "queued":
-            waiter.path.leave(waiter, run.now())
+            waiter.path.leave(waiter, now)
         elif waiter.state == "granted":
             waiter.lease.cancel()
 
@@ -515,8 +521,9 @@ class Limiter:
             path = self._paths[tenant] = Path(self._queue, self._gates(tenant))
         return path
 
-    def _log_wait(self, waited: float, verb: str, lease: Booking) -> None:
-        if waited > _LONG_WAIT and logger.isEnabledFor(logging.INFO) and _may_log(self._queue):
+    def _log_wait(self, waited: float, verb: str, lease: Booking, now: float) -> None:
+        if waited > _LONG_WAIT and not 0 <= now - self._queue.waited_at < _LOG_EVERY:
+            self._queue.waited_at = now
             logger.info("%s %.1f s for %s at %r", verb, waited, _shown(lease.usage), self)
 
     def __reduce__(self) -> NoReturn:
@@ -605,21 +612,9 @@ def resized(gates: Iterable[Gate], now: float) -> None:
     settle(dict.fromkeys([*turnstiles, *opened]), paths, now)
 
 
-def guard(gates: Iterable[Gate]) -> float:
-    """Be sure that these gates may be changed from here; returns ledger time."""
-    run = current_run()
-    turnstiles = [turnstile(gate) for gate in gates]
-    for each in turnstiles:
-        each.refuse_other_run(run)
-    for each in turnstiles:
-        each.leave_ended_run(run)
-    return ledger_now(run or next((each.run for each in turnstiles if each.run), None))
-
-
-def now_at(gates: Iterable[Gate]) -> float:
-    """Ledger time for these gates, from anywhere."""
-    runs = (turnstile(gate).run for gate in gates)
-    return ledger_now(next((run for run in runs if run), None))
+def guard(gates: Iterable[Gate]) -> Run:
+    """Be sure that these gates may be changed from here; returns the run they go by."""
+    return enter_all([turnstile(gate) for gate in gates])
 
 
 def _checked(cost: int | Usage) -> int | Usage:
@@ -641,7 +636,7 @@ def _checked_wait(max_wait: float | None) -> float | None:
 def _priced(path: Path, cost: int | Usage) -> tuple[int | Usage, list[int]]:
     """The cost, checked, and what it comes to at each gate: all that may run a user's code."""
     cost = _checked(cost)
-    return cost, [gate.cost(cost) for gate in path.gates]
+    return cost, path.price(cost)
 
 
 def _shown(cost: int | Usage) -> str:
@@ -656,18 +651,12 @@ def _retry_after(waiter: Waiter, now: float) -> float | None:
 def _settle_path(path: Path) -> None:
     opened = [each for each in path.turnstiles if each.lines]
     if opened:
-        settle(opened, (), path.now())
-
-
-def _may_log(queue: Queue) -> bool:
-    now = ledger_now(None)
-    if now - queue.logged_at < _LOG_EVERY:
-        return False
-    queue.logged_at = now
-    return True
+        settle(opened, (), path.enter().now())
 
 
 def _log_debt(path: Path, now: float) -> None:
     for gate in path.gates:
-        if isinstance(gate, WindowGate) and gate.used > gate.limit and _may_log(path.queue):
+        in_debt = isinstance(gate, WindowGate) and gate.used > gate.limit
+        if in_debt and not 0 <= now - path.queue.warned_at < _LOG_EVERY:
+            path.queue.warned_at = now
             logger.warning("%r is in debt: calls wait until it has left the window", gate)

@@ -10,10 +10,11 @@ from weakref import WeakValueDictionary
 
 from tokenflow._usage import QuotaStatus, RateLimitStatus, Usage, seconds, token_count
 
+from ._admission import turnstile
 from ._gate import Gate
-from ._limiter import Limiter, Oversize, guard, logger, now_at, resized
+from ._limiter import Limiter, Oversize, guard, logger, resized
 from ._order import Fifo, Order
-from ._run import ledger_now
+from ._run import OUTSIDE, Run, current_run
 from ._window import Settle, WindowGate
 
 __all__ = ["Quota", "QuotaStatistics", "RateLimiterStatistics", "TokenRateLimiter"]
@@ -138,12 +139,12 @@ class _Ledgers:
     A tenant's gate also lives as long as a lease or a waiter refers to it.
     """
 
-    __slots__ = ("_gates", "_known", "_paused_until", "_sweep_at", "limit", "quota")
+    __slots__ = ("_gates", "_known", "_paused_until", "_run", "_sweep_at", "limit", "quota")
 
     def __init__(self, quota: Quota) -> None:
         self.quota = quota
         self.limit = quota.limit
-        self._paused_until = -math.inf
+        self._paused_until, self._run = -math.inf, OUTSIDE
         self._gates: dict[Hashable, WindowGate] = {}
         self._known: WeakValueDictionary[Hashable, WindowGate] = WeakValueDictionary()
         self._sweep_at = _SWEEP
@@ -164,21 +165,35 @@ class _Ledgers:
             self._gates[key] = gate
         return gate
 
-    def pause(self, until: float) -> bool:
+    def pause(self, pause: float, run: Run) -> bool:
         """Hold all gates, and those yet to come; tells whether that extends a pause."""
-        self._paused_until = max(self._paused_until, until)
-        return max([gate.pause(until) for gate in self], default=False)
+        until = run.now() + pause
+        extends = until > self._pause_in(run)
+        if extends:
+            self._paused_until, self._run = until, run
+        for gate in self:
+            gate.pause(until)
+        return extends
+
+    def _pause_in(self, run: Run) -> float:
+        """The end of the pause, by the clock of this run."""
+        if self._run is run:
+            return self._paused_until
+        return self._paused_until + run.now() - self._run.now_or_after()
 
     def set_limit(self, limit: int) -> None:
         self.limit = limit
         for gate in self:
             gate.limit = limit
 
-    def statistics(self, now: float) -> QuotaStatistics:
+    def statistics(self) -> QuotaStatistics:
         gates = list(self)
-        used = sum(gate.used_at(now) for gate in gates)
+        times = [turnstile(gate).now() for gate in gates]
+        used = sum(gate.used_at(now) for gate, now in zip(gates, times, strict=True))
         limit = gates[0].limit if self.quota.by is None else self.limit
-        pause = max(0.0, self._paused_until - now)
+        pause = max(
+            (gate.paused_for(now) for gate, now in zip(gates, times, strict=True)), default=0.0
+        )
         return QuotaStatistics(self.quota.name, self.quota.per, limit, used, len(gates), pause)
 
     def matches(self, status: QuotaStatus) -> bool:
@@ -187,8 +202,11 @@ class _Ledgers:
 
     def _new(self, key: Hashable) -> WindowGate:
         if len(self._gates) >= self._sweep_at:
-            now = ledger_now(None)
-            self._gates = {t: gate for t, gate in self._gates.items() if not gate.is_idle(now)}
+            self._gates = {
+                t: gate
+                for t, gate in self._gates.items()
+                if not gate.is_idle(turnstile(gate).now())
+            }
             self._sweep_at = max(_SWEEP, 2 * len(self._gates))
         quota = self.quota
         gate = self._known[key] = WindowGate(
@@ -198,7 +216,7 @@ class _Ledgers:
             burst=quota.burst,
             settle=quota.settle,
             leeway=quota.leeway,
-            paused_until=self._paused_until,
+            paused_until=self._pause_in(current_run() or OUTSIDE),
         )
         gate.limit = self.limit
         return gate
@@ -282,8 +300,9 @@ class TokenRateLimiter(Limiter):
         through every `TokenLimits` that this limiter is part of.
         """
         pause = seconds(seconds_, "seconds")
-        now = guard(self._all_gates())
-        if max([ledgers.pause(now + pause) for ledgers in self._ledgers]):
+        run = guard(self._all_gates())
+        extends = [ledgers.pause(pause, run) for ledgers in self._ledgers]
+        if pause and any(extends):
             logger.warning("paused for %.1f s: %r", pause, self)
 
     def observe(self, status: RateLimitStatus, *, tenant: Hashable = None) -> None:
@@ -295,7 +314,7 @@ class TokenRateLimiter(Limiter):
         name or unit and period, or that could mean several, is ignored, and so are numbers
         that make no sense.
         """
-        now = guard(self._all_gates())
+        now = guard(self._all_gates()).now()
         for quota_status in status.quotas:
             ledgers = self._observed(quota_status)
             if ledgers is not None:
@@ -321,16 +340,15 @@ class TokenRateLimiter(Limiter):
             names = ", ".join(repr(each.quota.name) for each in self._ledgers)
             which = "no quota is" if not found else f"{len(found)} quotas are"
             raise ValueError(f"{which} called {quota!r}; there are {names}: give each a name")
-        now = guard(self._all_gates())
+        now = guard(self._all_gates()).now()
         found[0].set_limit(limit)
         resized(found[0], now)
 
     def statistics(self) -> RateLimiterStatistics:
         """Live numbers; works from anywhere."""
-        now = now_at(self._all_gates())
         queue = self._queue
         return RateLimiterStatistics(
-            tuple(each.statistics(now) for each in self._ledgers),
+            tuple(each.statistics() for each in self._ledgers),
             queue.waiting,
             queue.waiting_tokens,
             queue.unreconciled,
@@ -352,10 +370,9 @@ class TokenRateLimiter(Limiter):
         return any(ledgers.quota.by for ledgers in self._ledgers)
 
     def __repr__(self) -> str:
-        now = now_at(self._all_gates())
         quotas = ", ".join(
             f"{each.used:,} of {each.limit:,} {each.name} per {each.per:g} s"
-            for each in (ledgers.statistics(now) for ledgers in self._ledgers)
+            for each in (ledgers.statistics() for ledgers in self._ledgers)
         )
         return f"<TokenRateLimiter: {quotas}, {self._queue.waiting} waiting>"
 

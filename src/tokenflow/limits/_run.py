@@ -1,10 +1,10 @@
-"""Event-loop runs: which one we are in, what time the ledgers read, how a waiter sleeps.
+"""Event-loop runs: which one the caller is in, what time it is there, how a waiter sleeps.
 
-Ledger time is the clock of the current run plus an offset fixed at the first
-touch in that run. It never goes back, although trio starts each run at a
-random instant and tests run on virtual clocks; and real time that passes
-between two runs counts. So a window filled in one `anyio.run` is still full in
-the next one.
+Ledgers keep the time of the run that uses them, as its clock reads it. When a
+gate passes to another run its times are moved: trio starts each run at a random
+instant, tests run on virtual clocks, and yet ledger time must never go back, nor
+stand still between two runs. So a window filled in one `anyio.run` is still as
+full in the next one, less what real time has passed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from asyncio import AbstractEventLoop, Future, TimerHandle
+from asyncio import AbstractEventLoop, BaseEventLoop, Future, TimerHandle
 from collections.abc import Awaitable, Callable
 from typing import Protocol, final
 from weakref import ref
@@ -22,11 +22,9 @@ from weakref import ref
 import anyio
 from anyio.lowlevel import EventLoopToken, RunVar, current_token
 
-__all__ = ["Bell", "Run", "current_run", "ledger_now"]
+__all__ = ["OUTSIDE", "Bell", "Run", "current_run"]
 
 _run: RunVar[ref[Run]] = RunVar("tokenflow.run")  # weak, or each run would keep itself alive
-_latest = 0.0  # the latest ledger time read in any run
-_skew: float | None = None  # ledger time minus monotonic time when the last run was first touched
 
 
 @final
@@ -35,87 +33,88 @@ class Run:
 
     __slots__ = (
         "__weakref__",
-        "_clock",
-        "_offset",
+        "_monotonic",
+        "_started",
+        "_token",
         "effective_deadline",
         "is_running",
+        "now",
         "pid",
         "thread",
-        "token",
     )
 
-    def __init__(self, event_loop: EventLoopToken) -> None:
-        global _skew
-        self.effective_deadline = event_loop.backend_class.current_effective_deadline
+    now: Callable[[], float]
+    """The run's clock."""
+
+    is_running: Callable[[], bool]
+    """Surely going on, in `thread`? A cheap test, which may say no where the answer is yes."""
+
+    effective_deadline: Callable[[], float]
+    """-inf in a task whose scope is cancelled."""
+
+    def __init__(self, event_loop: EventLoopToken | None) -> None:
         self.pid = os.getpid()
-        self.token: object = event_loop.native_token
         self.thread = threading.get_ident()
-        if isinstance(self.token, AbstractEventLoop):
-            self.is_running: Callable[[], bool] = self.token.is_running
-            self._clock: Callable[[], float] = self.token.time
+        self._token: object = None
+        if event_loop is None:
+            self.now, self.is_running = time.monotonic, bool
         else:
-            self.is_running = _unknown
-            self._clock = sys.modules["trio"].lowlevel.current_clock().current_time
-        started = self._clock()
-        if _skew is None:
-            self._offset = 0.0
-        else:
-            self._offset = max(_latest, time.monotonic() + _skew) - started
-        _skew = started + self._offset - time.monotonic()
-
-    def now(self) -> float:
-        """Ledger time."""
-        global _latest
-        now = self._clock() + self._offset
-        if now > _latest:
-            _latest = now
-        return now
-
-    def clock_time(self, when: float) -> float:
-        """The run clock's reading at which `now()` is at least `when`."""
-        reading = when - self._offset
-        while reading + self._offset < when:
-            reading = math.nextafter(reading, math.inf)
-        return reading
+            self._token = event_loop.native_token
+            self.effective_deadline = event_loop.backend_class.current_effective_deadline
+            if isinstance(self._token, AbstractEventLoop):
+                self.now, self.is_running = self._token.time, self._token.is_running
+            else:
+                trio = sys.modules["trio"]
+                self.now, self.is_running = trio.lowlevel.current_clock().current_time, bool
+        self._started = self.now()
+        self._monotonic = time.monotonic()
 
     def is_cancelled(self) -> bool:
         """Is the current task inside a cancelled scope?"""
         return self.effective_deadline() == -math.inf
 
-    def is_current(self) -> bool:
-        """Is the caller inside this run, in its thread?"""
-        return self.is_quickly_current() or current_run() is self
-
-    def is_quickly_current(self) -> bool:
-        """Yes, or perhaps: with one thread per running loop, this is the cheapest test."""
-        return threading.get_ident() == self.thread and self.is_running()
-
     def is_live(self) -> bool:
-        """Is this run going on, here or in another thread of this process?"""
-        if self.pid != os.getpid():
+        """Is it going on, here or in another thread of this process?"""
+        if self._token is None or self.pid != os.getpid():
             return False
-        if isinstance(self.token, AbstractEventLoop):
-            return self.token.is_running()
+        if isinstance(self._token, AbstractEventLoop):
+            return self._token.is_running()
         return not self.has_ended()
 
     def has_ended(self) -> bool:
-        """Can this run's tasks never be woken again?"""
+        """Can its tasks never be woken again?"""
+        if self._token is None:
+            return False
         if self.pid != os.getpid():
             return True
-        if isinstance(self.token, AbstractEventLoop):
-            return self.token.is_closed()
+        if isinstance(self._token, AbstractEventLoop):
+            return self._token.is_closed()
         trio = sys.modules["trio"]
         try:
-            self.token.run_sync_soon(_nothing, idempotent=True)  # type: ignore[attr-defined]
+            self._token.run_sync_soon(_nothing, idempotent=True)  # type: ignore[attr-defined]
         except trio.RunFinishedError:
             return True
         return False
 
+    def now_or_after(self) -> float:
+        """Its clock, and after its end what that would read: never less than it did."""
+        if not self.has_ended():
+            return self.now()
+        now = self._started + time.monotonic() - self._monotonic
+        foreign = isinstance(self._token, AbstractEventLoop) and not isinstance(
+            self._token, BaseEventLoop
+        )
+        return now if foreign else max(now, self.now())  # a closed foreign loop may have no clock
+
     def bell(self) -> Bell:
         """Something for one task of this run to sleep on."""
-        if isinstance(self.token, AbstractEventLoop):
-            return _AsyncioBell(self.token)
+        if isinstance(self._token, AbstractEventLoop):
+            return _AsyncioBell(self._token)
         return _AnyioBell()
+
+
+OUTSIDE = Run(None)
+"""What happens outside of any event loop, on the monotonic clock."""
 
 
 def current_run() -> Run | None:
@@ -131,20 +130,8 @@ def current_run() -> Run | None:
     return run
 
 
-def ledger_now(run: Run | None) -> float:
-    """Ledger time as read from anywhere, for a ledger last used in `run`."""
-    run = current_run() or run
-    if run is None or run.has_ended():
-        return _latest if _skew is None else max(_latest, time.monotonic() + _skew)
-    return run.now()
-
-
 def _nothing() -> None:
     pass
-
-
-def _unknown() -> bool:
-    return False
 
 
 class Bell(Protocol):
@@ -152,8 +139,8 @@ class Bell(Protocol):
 
     def ring(self) -> None: ...
 
-    def set_alarm(self, reading: float) -> None:
-        """Ring at this reading of the run's clock, and not at the one set before."""
+    def set_alarm(self, when: float) -> None:
+        """Ring at this time of the run's clock, and not at the one set before."""
 
     def wait(self) -> Awaitable[object]:
         """Sleep until the next ring. Whoever wakes looks for itself what has changed."""
@@ -161,7 +148,7 @@ class Bell(Protocol):
 
 @final
 class _AsyncioBell:
-    """A bare future: an anyio.Event weighs 1.4 kB, and wakes through a second task switch."""
+    """A bare future: an anyio.Event weighs 1.4 kB, and adds a task switch to each wake-up."""
 
     __slots__ = ("_alarm", "_future", "_loop")
 
@@ -177,14 +164,14 @@ class _AsyncioBell:
         if not self._future.done():
             self._future.set_result(None)
 
-    def set_alarm(self, reading: float) -> None:
+    def set_alarm(self, when: float) -> None:
         if self._alarm is not None:
-            if self._alarm.when() == reading:
+            if self._alarm.when() == when:
                 return
             self._alarm.cancel()
             self._alarm = None
-        if reading < math.inf:
-            self._alarm = self._loop.call_at(reading, self._ring_alarm)
+        if when < math.inf:
+            self._alarm = self._loop.call_at(when, self._ring_alarm)
 
     def _ring_alarm(self) -> None:
         self._alarm = None
@@ -208,10 +195,10 @@ class _AnyioBell:
     def ring(self) -> None:
         self._event.set()
 
-    def set_alarm(self, reading: float) -> None:
-        self._alarm = reading
+    def set_alarm(self, when: float) -> None:
+        self._alarm = when
         if self._scope is not None:
-            self._scope.deadline = reading
+            self._scope.deadline = when
 
     async def wait(self) -> None:
         with anyio.CancelScope(deadline=self._alarm) as self._scope:

@@ -121,7 +121,7 @@ class TokenSemaphore(Limiter):
         return False
 
     def _resize(self, gate: InFlightGate, limit: float) -> None:
-        now = guard([gate])
+        now = guard([gate]).now()
         gate.limit = limit
         resized([gate], now)
 

@@ -12,8 +12,9 @@ ten slots and with a thousand.
 
 Invariant: `used == sum(amounts)`, in integers, after every step.
 
-Bursts follow the generic cell rate algorithm (ITU-T I.371) on top: an
-arrival schedule that runs ahead of the clock by what was admitted.
+Bursts follow the generic cell rate algorithm (ITU-T I.371) on top: a schedule
+that runs ahead of the clock by what was admitted. A correction replays it over
+the slots, as if the right amounts had been known at the time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Literal, NamedTuple, final
+from typing import Literal, final
 
 from tokenflow._usage import QuotaStatus, Usage, positive_int, positive_seconds, seconds
 
@@ -36,15 +37,11 @@ _SLOTS = 1000
 _BLOCK = 32
 
 
-class _Piece(NamedTuple):
-    """What one charge put into one slot, and what it takes to undo it to the bit."""
-
-    slot: int
-    amount: int
-    at: float
-    youngest: float | None  # of the slot before this charge; None: this charge opened it
-    clear_at: float  # the schedule before
-    clear_after: float  # and after
+# What one charge put into one slot, and what it takes to undo it to the bit: the slot's
+# number, the amount, which of the slot's charges it was, the slot's youngest before it, and
+# the schedule before and after. A plain tuple, for speed.
+_Piece = tuple[int, int, int, float, float, float]
+_Charge = tuple[_Piece, ...]
 
 
 @final
@@ -62,14 +59,17 @@ class WindowGate:
         "_blocks",
         "_burst",
         "_clear_at",
+        "_clear_before",
         "_first",
         "_foreign",
         "_foreign_until",
         "_interval",
+        "_joined",
         "_limit",
         "_opened",
         "_paused_until",
         "_settle",
+        "_stale_at",
         "_width",
         "_window",
         "_youngest",
@@ -106,8 +106,11 @@ class WindowGate:
         self._first = 0  # slots before this index have left
         self._base = 0  # the number of the slot at index 0
         self._opened = -math.inf  # when the last slot was opened
+        self._joined = 0  # how many charges have gone into it
+        self._stale_at = math.inf  # nothing leaves before this
         self._burst = None if burst is None else positive_int(burst, "burst")
         self._clear_at = -math.inf  # when the schedule has caught up with all that was charged
+        self._clear_before = -math.inf  # and with what has left the window
         self._foreign = 0  # what others have used, as the server counts
         self._foreign_until = -math.inf
         self._paused_until = paused_until
@@ -128,50 +131,54 @@ class WindowGate:
         return self._limit or math.inf
 
     def ready_at(self, cost: int, now: float) -> float:
-        self._expire(now)
+        if now >= self._stale_at:
+            self._expire(now)
         if cost > self._limit:
             return math.inf
-        ready = max(now, self._paused_until)
+        ready = now
+        if now < self._paused_until:
+            ready = self._paused_until
         if self._burst is not None:
             ready = max(ready, self._clear_at - max(0, self._burst - cost) * self._interval)
         over = self.used + self._foreign + cost - self._limit
         return ready if over <= 0 else max(ready, self._drained_at(over))
 
-    def charge(self, cost: int, now: float) -> tuple[_Piece, ...]:
+    def charge(self, cost: int, now: float) -> _Charge:
         if not cost:
             return ()
         last = len(self._youngest) - 1
-        before: float | None = None
         if now - self._opened < self._width:
             before = self._youngest[last]
             self._youngest[last] = max(now, before)
         else:
             last += 1
+            before = now
             self._open(now)
-        self._add(last, cost)
+        self._joined += 1
+        self._amounts[last] += cost
+        self._blocks[last // _BLOCK] += cost
+        self.used += cost
         clear_at = self._clear_at
         if self._burst is not None:
             self._clear_at = max(clear_at, now) + cost * self._interval
-        return (_Piece(self._base + last, cost, now, before, clear_at, self._clear_at),)
+        return ((self._base + last, cost, self._joined, before, clear_at, self._clear_at),)
 
-    def undo(self, charge: tuple[_Piece, ...], now: float) -> None:
+    def undo(self, charge: _Charge, now: float) -> None:
         self._expire(now)
-        for piece in reversed(charge):
-            if self._clear_at == piece.clear_after:
-                self._clear_at = piece.clear_at
-            elif self._burst is not None:
-                self._clear_at -= piece.amount * self._interval
-            index = piece.slot - self._base
+        clear_at = self._clear_at
+        for slot, amount, joined, before, clear_before, clear_after in reversed(charge):
+            index = slot - self._base
             if index < self._first:
                 continue
-            self._add(index, -piece.amount)
-            if self._youngest[index] == piece.at and piece.youngest is not None:
-                self._youngest[index] = piece.youngest
-            if index == len(self._youngest) - 1 and piece.youngest is None:
-                self._close_if_empty()
+            self._add(index, -amount)
+            if index == len(self._youngest) - 1 and joined == self._joined:
+                self._leave_last(before)
+            clear_at = clear_before if clear_at == clear_after else self._replayed()
+        self._clear_at = clear_at
+        self._stale_at = -math.inf
 
-    def correct(self, charge: tuple[_Piece, ...], cost: int, now: float) -> tuple[_Piece, ...]:
-        over = cost - sum(piece.amount for piece in charge)
+    def correct(self, charge: _Charge, cost: int, now: float) -> _Charge:
+        over = cost - sum(amount for _, amount, *_ in charge)
         if over > 0:
             self._expire(now)
             return charge + self.charge(over, now)
@@ -179,11 +186,20 @@ class WindowGate:
             return charge
         return self._credit(charge, -over, now)
 
-    def release(self, charge: tuple[_Piece, ...]) -> None:
+    def release(self, charge: _Charge) -> None:
         """Nothing: what was sent stays in its window."""
 
     def give_up(self) -> None:
         """Nothing: what was sent stays in its window."""
+
+    def shift(self, seconds: float) -> None:
+        self._youngest = [youngest + seconds for youngest in self._youngest]
+        self._opened += seconds
+        self._stale_at = -math.inf
+        self._clear_at += seconds
+        self._clear_before += seconds
+        self._foreign_until += seconds
+        self._paused_until += seconds
 
     def pause(self, until: float) -> bool:
         """Admit nothing before this instant. Only ever extends; tells whether it did."""
@@ -206,6 +222,7 @@ class WindowGate:
         self._foreign = max(0, self._limit - remaining - self.used)
         known = reset is not None and 0 <= reset <= self._window
         self._foreign_until = now + (reset if known and reset is not None else self._window)
+        self._stale_at = -math.inf
 
     def used_at(self, now: float) -> int:
         """What counts against the limit at `now`, others' use included. Changes nothing."""
@@ -232,6 +249,8 @@ class WindowGate:
         first, youngest, window = self._first, self._youngest, self._window
         slots = len(youngest)
         while first < slots and now - youngest[first] >= window:
+            if self._burst is not None:
+                self._clear_before = self._scheduled(self._clear_before, first)
             self._add(first, -self._amounts[first])
             first += 1
         self._first = first
@@ -239,6 +258,9 @@ class WindowGate:
             self._forget(first - first % _BLOCK)
         if self._foreign and now >= self._foreign_until:
             self._foreign = 0
+        self._stale_at = self._foreign_until if self._foreign else math.inf
+        if self._first < len(self._youngest):
+            self._stale_at = min(self._stale_at, self._youngest[self._first] + window)
 
     def _forget(self, slots: int) -> None:
         """Drop whole blocks of slots that have left."""
@@ -252,9 +274,14 @@ class WindowGate:
         self._youngest.append(now)
         self._amounts.append(0)
         self._opened = now
+        self._joined = 0
+        self._stale_at = min(self._stale_at, now + self._window)
 
-    def _close_if_empty(self) -> None:
-        if self._amounts[-1] == 0:
+    def _leave_last(self, youngest: float) -> None:
+        """Take back the latest charge of the last slot; without any, it was never opened."""
+        self._joined -= 1
+        self._youngest[-1] = youngest
+        if self._joined == 0:
             self._youngest.pop()
             self._amounts.pop()
             if len(self._youngest) % _BLOCK == 0:
@@ -266,19 +293,30 @@ class WindowGate:
         self._blocks[index // _BLOCK] += amount
         self.used += amount
 
-    def _credit(self, charge: tuple[_Piece, ...], tokens: int, now: float) -> tuple[_Piece, ...]:
+    def _credit(self, charge: _Charge, tokens: int, now: float) -> _Charge:
         """Lower the pieces, the newest first; those still in the window give it back."""
         self._expire(now)
-        pieces = list(charge)
-        for i in reversed(range(len(pieces))):
-            given = min(tokens, pieces[i].amount)
-            pieces[i] = pieces[i]._replace(amount=pieces[i].amount - given)
+        pieces: list[_Piece] = []
+        for slot, amount, joined, before, clear_at, clear_after in reversed(charge):
+            given = min(tokens, amount)
             tokens -= given
-            if pieces[i].slot - self._base >= self._first:
-                self._add(pieces[i].slot - self._base, -given)
-                if self._burst is not None:
-                    self._clear_at -= given * self._interval
-        return tuple(pieces)
+            if slot - self._base >= self._first:
+                self._add(slot - self._base, -given)
+            pieces.append((slot, amount - given, joined, before, clear_at, clear_after))
+        self._clear_at = self._replayed()
+        return tuple(reversed(pieces))
+
+    def _replayed(self) -> float:
+        """The schedule as it would be, had all amounts been known when they were charged."""
+        if self._burst is None:
+            return self._clear_at
+        clear_at = self._clear_before
+        for index in range(self._first, len(self._youngest)):
+            clear_at = self._scheduled(clear_at, index)
+        return clear_at
+
+    def _scheduled(self, clear_at: float, index: int) -> float:
+        return max(clear_at, self._youngest[index]) + self._amounts[index] * self._interval
 
     def _drained_at(self, over: int) -> float:
         """The instant at which `over` of what counts now will have left."""
