@@ -334,7 +334,7 @@ class Path:
         self.timed = any(gate.timed for gate in self.gates)
         self.plain = plain_costs(self.gates)
         self.only = self.gates[0] if len(self.gates) == 1 and not self.shares else None
-        self.held = [i for i, gate in enumerate(self.gates) if gate.in_flight]
+        self.held = [(i, t) for i, t in enumerate(self.turnstiles) if t.gate.in_flight]
         self.run: Run | None = None
         self.thread = 0  # of the run, and
         self.is_running: Callable[[], bool] = bool  # is it going on? Kept here for the fast path
@@ -359,12 +359,13 @@ class Path:
 
     def extend(self, gate: Gate) -> None:
         """One more gate, for calls admitted from now on."""
-        self.held.append(len(self.gates))
+        each = turnstile(gate)
+        self.held.append((len(self.gates), each))
         self.gates.append(gate)
+        self.turnstiles.append(each)
         self.plain = plain_costs(self.gates)
         self.only = None
-        self.turnstiles.append(turnstile(gate))
-        self.turnstiles[-1].paths.add(self)
+        each.paths.add(self)
         self.leave_run()
         for _, waiter in self._heap:
             waiter.costs.append(gate.cost(waiter.lease.usage))

@@ -155,9 +155,10 @@ class Lease:
             path.queue.unreconciled += 1
         if self._epoch == path.epoch:
             crowded = False
-            for i in path.held:
-                path.gates[i].release(self._charges[i])
-                crowded = crowded or bool(path.turnstiles[i].lines)
+            for i, held in path.held:
+                held.gate.release(self._charges[i])
+                if held.lines:
+                    crowded = True
             if crowded:
                 _settle_path(path)
 
@@ -213,10 +214,37 @@ class Lease:
             )
 
     async def __aenter__(self) -> Self:
+        """Wait for room. `_admit`, for one gate and nothing on account, stands here unrolled."""
         if self._state != "asked":
             raise RuntimeError("a reservation can be entered once: call reserve() again")
-        if not self._limiter._try(self):
-            await self._limiter._wait(self)
+        limiter = self._limiter
+        path = limiter._fixed
+        if path is None:
+            path = limiter._path(self.tenant)
+        run = path.run
+        if run is None or get_ident() != path.thread or not path.is_running():
+            run = path.enter()
+        if run.effective_deadline() != _CANCELLED:
+            cost = self.usage
+            if type(cost) is not int or cost < 0:
+                cost = self.usage = _checked(cost)
+            now = run.now() if path.timed else 0.0
+            gate = path.only
+            if gate is None:
+                if limiter._admit(path, self, path.price(cost), now):
+                    return self
+            else:
+                amount = gate.cost(cost)
+                if not amount or (
+                    not path.turnstiles[0].lines and gate.ready_at(amount, now) <= now
+                ):
+                    self._path = path
+                    self._costs = [amount]
+                    self._charges = [gate.charge(amount, now)]
+                    self._epoch = path.epoch
+                    self._state = "held"
+                    return self
+        await limiter._wait(self)
         return self
 
     async def __aexit__(
@@ -336,10 +364,7 @@ class Limiter:
         region: str | None = None,
     ) -> Lease:
         """Like `reserve`, for where a block does not fit; the lease is yours to release."""
-        lease = Lease(self, cost, priority, tenant, max_wait)
-        if not self._try(lease):
-            await self._wait(lease)
-        return lease
+        return await Lease(self, cost, priority, tenant, max_wait).__aenter__()
 
     def acquire_nowait(
         self,
@@ -379,33 +404,6 @@ class Limiter:
             raise error
         return max(0.0, path.ready_at(costs, now) - now)
 
-    def _try(self, lease: Lease) -> bool:
-        """The fast path of a task: with room and nobody waiting, everything."""
-        path = self._fixed
-        if path is None:
-            path = self._path(lease.tenant)
-        run = path.run
-        if run is None or get_ident() != path.thread or not path.is_running():
-            run = path.enter()
-        if run.effective_deadline() == _CANCELLED:
-            return False
-        cost = lease.usage
-        if type(cost) is not int or cost < 0:
-            cost = lease.usage = _checked(cost)
-        now = run.now() if path.timed else 0.0
-        if path.only is None:
-            return self._admit(path, lease, path.price(cost), now)
-        gate = path.only  # one gate, nothing to keep account of: _admit in fewer steps
-        amount = gate.cost(cost)
-        if amount and (path.turnstiles[0].lines or gate.ready_at(amount, now) > now):
-            return False
-        lease._path = path
-        lease._costs = [amount]
-        lease._charges = [gate.charge(amount, now)]
-        lease._epoch = path.epoch
-        lease._state = "held"
-        return True
-
     def _admit(self, path: Path, lease: Lease, costs: list[int], now: float) -> bool:
         """Check all gates, then charge them all; or leave everything as it is."""
         for each, cost in zip(path.turnstiles, costs):  # noqa: B905 (hot, one cost for each)
@@ -415,7 +413,8 @@ class Limiter:
             order = path.queue.order
             key = order.key(lease.priority, lease.tokens, lease.tenant, now, 0, backlogged=False)
             order.granted(key)
-        lease.book(path, costs, path.charge(costs, now))
+        pairs = zip(path.gates, costs)  # noqa: B905
+        lease.book(path, costs, [gate.charge(cost, now) for gate, cost in pairs])
         return True
 
     async def _wait(self, lease: Lease) -> None:

@@ -65,6 +65,7 @@ class WindowGate:
         "_foreign_until",
         "_interval",
         "_joined",
+        "_last",
         "_limit",
         "_opened",
         "_paused_until",
@@ -105,6 +106,7 @@ class WindowGate:
         self._blocks: list[int] = []  # sums of _BLOCK slots each
         self._first = 0  # slots before this index have left
         self._base = 0  # the number of the slot at index 0
+        self._last = -1  # and of the last one
         self._opened = -math.inf  # when the last slot was opened
         self._joined = 0  # how many charges have gone into it
         self._stale_at = math.inf  # nothing leaves before this
@@ -146,22 +148,22 @@ class WindowGate:
     def charge(self, cost: int, now: float) -> _Charge:
         if not cost:
             return ()
-        last = len(self._youngest) - 1
         if now - self._opened < self._width:
-            before = self._youngest[last]
-            self._youngest[last] = max(now, before)
+            before = self._youngest[-1]
+            if now > before:
+                self._youngest[-1] = now
+            self._joined += 1
         else:
-            last += 1
             before = now
             self._open(now)
-        self._joined += 1
-        self._amounts[last] += cost
-        self._blocks[last // _BLOCK] += cost
+        self._amounts[-1] += cost
+        self._blocks[-1] += cost
         self.used += cost
+        if self._burst is None:
+            return ((self._last, cost, self._joined, before, 0.0, 0.0),)
         clear_at = self._clear_at
-        if self._burst is not None:
-            self._clear_at = max(clear_at, now) + cost * self._interval
-        return ((self._base + last, cost, self._joined, before, clear_at, self._clear_at),)
+        self._clear_at = max(clear_at, now) + cost * self._interval
+        return ((self._last, cost, self._joined, before, clear_at, self._clear_at),)
 
     def undo(self, charge: _Charge, now: float) -> None:
         self._expire(now)
@@ -171,10 +173,11 @@ class WindowGate:
             if index < self._first:
                 continue
             self._add(index, -amount)
-            if index == len(self._youngest) - 1 and joined == self._joined:
+            if slot == self._last and joined == self._joined:
                 self._leave_last(before)
             clear_at = clear_before if clear_at == clear_after else self._replayed()
-        self._clear_at = clear_at
+        if self._burst is not None:
+            self._clear_at = clear_at
         self._stale_at = -math.inf
 
     def correct(self, charge: _Charge, cost: int, now: float) -> _Charge:
@@ -274,7 +277,8 @@ class WindowGate:
         self._youngest.append(now)
         self._amounts.append(0)
         self._opened = now
-        self._joined = 0
+        self._joined = 1
+        self._last += 1
         self._stale_at = min(self._stale_at, now + self._window)
 
     def _leave_last(self, youngest: float) -> None:
@@ -287,6 +291,7 @@ class WindowGate:
             if len(self._youngest) % _BLOCK == 0:
                 self._blocks.pop()
             self._opened = -math.inf
+            self._last -= 1
 
     def _add(self, index: int, amount: int) -> None:
         self._amounts[index] += amount
