@@ -108,8 +108,7 @@ class Lease:
     @property
     def tokens(self) -> int:
         """Total tokens."""
-        usage = self.usage
-        return usage if isinstance(usage, int) else usage.total_tokens
+        return _total(self.usage)
 
     def progress(self, usage: int | Usage) -> None:
         """So much exists already (a stream): raise what is charged to it.
@@ -122,7 +121,8 @@ class Lease:
         self._expect_held("progress")
         usage, costs = _priced(self._path, usage)
         if self._state != "cancelled":
-            self._correct(usage, [max(pair) for pair in zip(costs, self._costs, strict=False)])
+            larger = max(usage, self.usage, key=_total)
+            self._correct(larger, [max(pair) for pair in zip(costs, self._costs, strict=False)])
 
     def reconcile(self, actual: int | Usage) -> None:
         """Set what is charged to what it really was; the last one wins.
@@ -224,27 +224,28 @@ class Lease:
         run = path.run
         if run is None or get_ident() != path.thread or not path.is_running():
             run = path.enter()
-        if run.effective_deadline() != _CANCELLED:
-            cost = self.usage
-            if type(cost) is not int or cost < 0:
-                cost = self.usage = _checked(cost)
-            now = run.now() if path.timed else 0.0
-            gate = path.only
-            if gate is None:
-                if limiter._admit(path, self, path.price(cost), now):
-                    return self
-            else:
-                amount = gate.cost(cost)
-                if not amount or (
-                    not path.turnstiles[0].lines and gate.ready_at(amount, now) <= now
-                ):
-                    self._path = path
-                    self._costs = [amount]
-                    self._charges = [gate.charge(amount, now)]
-                    self._epoch = path.epoch
-                    self._state = "held"
-                    return self
-        await limiter._wait(self)
+        if run.effective_deadline() == _CANCELLED:
+            await checkpoint_if_cancelled()
+        cost = self.usage
+        if type(cost) is not int or cost < 0:
+            cost = self.usage = _checked(cost)
+        now = run.now() if path.timed else 0.0
+        gate = path.only
+        if gate is None:
+            costs = path.price(cost)
+            if limiter._admit(path, self, costs, now):
+                return self
+        else:
+            amount = gate.cost(cost)
+            costs = [amount]
+            if not amount or (not path.turnstiles[0].lines and gate.ready_at(amount, now) <= now):
+                self._path = path
+                self._costs = costs
+                self._charges = [gate.charge(amount, now)]
+                self._epoch = path.epoch
+                self._state = "held"
+                return self
+        await limiter._wait(path, self, costs)
         return self
 
     async def __aexit__(
@@ -417,13 +418,9 @@ class Limiter:
         lease.book(path, costs, [gate.charge(cost, now) for gate, cost in pairs])
         return True
 
-    async def _wait(self, lease: Lease) -> None:
+    async def _wait(self, path: Path, lease: Lease, costs: list[int]) -> None:
         max_wait = _checked_wait(lease._max_wait)
-        path = self._path(lease.tenant)
-        lease.usage, costs = _priced(path, lease.usage)
         run = path.enter()
-        if run.is_cancelled():
-            await checkpoint_if_cancelled()
         waiter = self._join(path, lease, costs, run.now(), run.bell())
         if waiter.state == "queued":
             try:
@@ -636,6 +633,10 @@ def _priced(path: Path, cost: int | Usage) -> tuple[int | Usage, list[int]]:
     """The cost, checked, and what it comes to at each gate: all that may run a user's code."""
     cost = _checked(cost)
     return cost, path.price(cost)
+
+
+def _total(cost: int | Usage) -> int:
+    return cost if isinstance(cost, int) else cost.total_tokens
 
 
 def _shown(cost: int | Usage) -> str:

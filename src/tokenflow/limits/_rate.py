@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal, cast, final
 from weakref import WeakValueDictionary
 
 from tokenflow._usage import QuotaStatus, RateLimitStatus, Usage, seconds, token_count
 
-from ._admission import turnstile
+from ._admission import Turnstile, turnstile
 from ._gate import Gate
 from ._limiter import Limiter, Oversize, guard, logger, resized
 from ._order import Fifo, Order
@@ -139,31 +139,39 @@ class _Ledgers:
     A tenant's gate also lives as long as a lease or a waiter refers to it.
     """
 
-    __slots__ = ("_gates", "_known", "_paused_until", "_run", "_sweep_at", "limit", "quota")
+    __slots__ = ("_known", "_limit", "_paused_until", "_run", "_sweep_at", "_turnstiles", "quota")
 
     def __init__(self, quota: Quota) -> None:
         self.quota = quota
-        self.limit = quota.limit
+        self._limit = quota.limit
         self._paused_until, self._run = -math.inf, OUTSIDE
-        self._gates: dict[Hashable, WindowGate] = {}
-        self._known: WeakValueDictionary[Hashable, WindowGate] = WeakValueDictionary()
+        # Turnstiles, and not gates: they know by which clock a gate goes.
+        self._turnstiles: dict[Hashable, Turnstile] = {}
+        self._known: WeakValueDictionary[Hashable, Turnstile] = WeakValueDictionary()
         self._sweep_at = _SWEEP
         if quota.by is None:
             self.gate(None)
 
     def __iter__(self) -> Iterator[WindowGate]:
-        return iter(list(self._known.values()))
-
-    def __len__(self) -> int:
-        return len(self._known)
+        return map(_gate, list(self._known.values()))
 
     def gate(self, tenant: Hashable) -> WindowGate:
         key = tenant if self.quota.by else None
-        gate = self._gates.get(key)
-        if gate is None:
-            gate = self._known.get(key) or self._new(key)
-            self._gates[key] = gate
-        return gate
+        found = self._turnstiles.get(key)
+        if found is None:
+            found = self._turnstiles[key] = self._known.get(key) or self._new(key)
+        return _gate(found)
+
+    @property
+    def limit(self) -> int:
+        """Of each gate; a server may have changed that of some tenants."""
+        return self._limit if self.quota.by else self.gate(None).limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._limit = limit
+        for gate in self:
+            gate.limit = limit
 
     def pause(self, pause: float, run: Run) -> bool:
         """Hold all gates, and those yet to come; tells whether that extends a pause."""
@@ -181,35 +189,28 @@ class _Ledgers:
             return self._paused_until
         return self._paused_until + run.now() - self._run.now_or_after()
 
-    def set_limit(self, limit: int) -> None:
-        self.limit = limit
-        for gate in self:
-            gate.limit = limit
-
     def statistics(self) -> QuotaStatistics:
-        gates = list(self)
-        times = [turnstile(gate).now() for gate in gates]
-        used = sum(gate.used_at(now) for gate, now in zip(gates, times, strict=True))
-        limit = gates[0].limit if self.quota.by is None else self.limit
-        pause = max(
-            (gate.paused_for(now) for gate, now in zip(gates, times, strict=True)), default=0.0
+        known = [(_gate(each), each.now()) for each in list(self._known.values())]
+        return QuotaStatistics(
+            self.quota.name,
+            self.quota.per,
+            self.limit,
+            sum(gate.used_at(now) for gate, now in known),
+            len(known),
+            max((gate.paused_for(now) for gate, now in known), default=0.0),
         )
-        return QuotaStatistics(self.quota.name, self.quota.per, limit, used, len(gates), pause)
 
     def matches(self, status: QuotaStatus) -> bool:
         quota = self.quota
         return status.of in (quota.name, quota.of) and status.per in (None, quota.per)
 
-    def _new(self, key: Hashable) -> WindowGate:
-        if len(self._gates) >= self._sweep_at:
-            self._gates = {
-                t: gate
-                for t, gate in self._gates.items()
-                if not gate.is_idle(turnstile(gate).now())
-            }
-            self._sweep_at = max(_SWEEP, 2 * len(self._gates))
+    def _new(self, key: Hashable) -> Turnstile:
+        if len(self._turnstiles) >= self._sweep_at:
+            items = self._turnstiles.items()
+            self._turnstiles = {t: each for t, each in items if not _gate(each).is_idle(each.now())}
+            self._sweep_at = max(_SWEEP, 2 * len(self._turnstiles))
         quota = self.quota
-        gate = self._known[key] = WindowGate(
+        gate = WindowGate(
             quota.limit,
             quota.per,
             of=quota.of,
@@ -218,8 +219,13 @@ class _Ledgers:
             leeway=quota.leeway,
             paused_until=self._pause_in(current_run() or OUTSIDE),
         )
-        gate.limit = self.limit
-        return gate
+        gate.limit = self._limit
+        new = self._known[key] = turnstile(gate)
+        return new
+
+
+def _gate(each: Turnstile) -> WindowGate:
+    return cast(WindowGate, each.gate)
 
 
 @final
@@ -341,7 +347,7 @@ class TokenRateLimiter(Limiter):
             which = "no quota is" if not found else f"{len(found)} quotas are"
             raise ValueError(f"{which} called {quota!r}; there are {names}: give each a name")
         now = guard(self._all_gates()).now()
-        found[0].set_limit(limit)
+        found[0].limit = limit
         resized(found[0], now)
 
     def statistics(self) -> RateLimiterStatistics:

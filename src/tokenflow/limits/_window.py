@@ -13,8 +13,9 @@ ten slots and with a thousand.
 Invariant: `used == sum(amounts)`, in integers, after every step.
 
 Bursts follow the generic cell rate algorithm (ITU-T I.371) on top: a schedule
-that runs ahead of the clock by what was admitted. A correction replays it over
-the slots, as if the right amounts had been known at the time.
+that runs ahead of the clock by what was admitted. A correction moves it by the
+difference, unless it has caught up with the clock since: what idling has worked
+off cannot be had twice.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class WindowGate:
         "_base",
         "_blocks",
         "_burst",
+        "_busy_since",
         "_clear_at",
-        "_clear_before",
         "_first",
         "_foreign",
         "_foreign_until",
@@ -112,7 +113,7 @@ class WindowGate:
         self._stale_at = math.inf  # nothing leaves before this
         self._burst = None if burst is None else positive_int(burst, "burst")
         self._clear_at = -math.inf  # when the schedule has caught up with all that was charged
-        self._clear_before = -math.inf  # and with what has left the window
+        self._busy_since = -math.inf  # the last charge that found it idle
         self._foreign = 0  # what others have used, as the server counts
         self._foreign_until = -math.inf
         self._paused_until = paused_until
@@ -162,22 +163,24 @@ class WindowGate:
         if self._burst is None:
             return ((self._last, cost, self._joined, before, 0.0, 0.0),)
         clear_at = self._clear_at
+        if now - clear_at > self._interval:
+            self._busy_since = now
         self._clear_at = max(clear_at, now) + cost * self._interval
         return ((self._last, cost, self._joined, before, clear_at, self._clear_at),)
 
     def undo(self, charge: _Charge, now: float) -> None:
         self._expire(now)
-        clear_at = self._clear_at
-        for slot, amount, joined, before, clear_before, clear_after in reversed(charge):
+        for slot, amount, joined, before, clear_at, clear_after in reversed(charge):
             index = slot - self._base
             if index < self._first:
                 continue
-            self._add(index, -amount)
+            if self._clear_at == clear_after:
+                self._clear_at = clear_at
+                self._add(index, -amount)
+            else:
+                self._give_back(index, amount)
             if slot == self._last and joined == self._joined:
                 self._leave_last(before)
-            clear_at = clear_before if clear_at == clear_after else self._replayed()
-        if self._burst is not None:
-            self._clear_at = clear_at
         self._stale_at = -math.inf
 
     def correct(self, charge: _Charge, cost: int, now: float) -> _Charge:
@@ -200,7 +203,7 @@ class WindowGate:
         self._opened += seconds
         self._stale_at = -math.inf
         self._clear_at += seconds
-        self._clear_before += seconds
+        self._busy_since += seconds
         self._foreign_until += seconds
         self._paused_until += seconds
 
@@ -252,8 +255,6 @@ class WindowGate:
         first, youngest, window = self._first, self._youngest, self._window
         slots = len(youngest)
         while first < slots and now - youngest[first] >= window:
-            if self._burst is not None:
-                self._clear_before = self._scheduled(self._clear_before, first)
             self._add(first, -self._amounts[first])
             first += 1
         self._first = first
@@ -306,22 +307,14 @@ class WindowGate:
             given = min(tokens, amount)
             tokens -= given
             if slot - self._base >= self._first:
-                self._add(slot - self._base, -given)
+                self._give_back(slot - self._base, given)
             pieces.append((slot, amount - given, joined, before, clear_at, clear_after))
-        self._clear_at = self._replayed()
         return tuple(reversed(pieces))
 
-    def _replayed(self) -> float:
-        """The schedule as it would be, had all amounts been known when they were charged."""
-        if self._burst is None:
-            return self._clear_at
-        clear_at = self._clear_before
-        for index in range(self._first, len(self._youngest)):
-            clear_at = self._scheduled(clear_at, index)
-        return clear_at
-
-    def _scheduled(self, clear_at: float, index: int) -> float:
-        return max(clear_at, self._youngest[index]) + self._amounts[index] * self._interval
+    def _give_back(self, index: int, amount: int) -> None:
+        self._add(index, -amount)
+        if self._youngest[index] >= self._busy_since:
+            self._clear_at -= amount * self._interval
 
     def _drained_at(self, over: int) -> float:
         """The instant at which `over` of what counts now will have left."""
