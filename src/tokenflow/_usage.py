@@ -12,6 +12,8 @@ __all__ = [
     "RateLimitStatus",
     "Request",
     "Usage",
+    "known_count",
+    "known_seconds",
     "positive_int",
     "positive_seconds",
     "seconds",
@@ -52,6 +54,16 @@ def seconds(value: object, name: str) -> float:
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number of seconds >= 0, not {value!r}")
     return float(value)
+
+
+def known_count(value: object) -> int | None:
+    """What a server said, if it is a count at all: else it is unknown."""
+    return value if type(value) is int and value >= 0 else None
+
+
+def known_seconds(value: object) -> float | None:
+    """What a server said, if it is a time at all: else it is unknown."""
+    return value if type(value) in (int, float) and 0 <= value < math.inf else None  # type: ignore[operator,return-value]
 
 
 def positive_seconds(value: object, name: str) -> float:

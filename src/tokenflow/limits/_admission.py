@@ -139,8 +139,9 @@ class Waiter:
         self.deadline = math.inf  # when it gives up
 
     def wake_at(self, when: float) -> None:
-        self.alarm = when
-        self.arm()
+        if when != self.alarm:
+            self.alarm = when
+            self.arm()
 
     def arm(self) -> None:
         """Set the bell's alarm for whatever comes first."""
@@ -307,6 +308,7 @@ class Path:
 
     __slots__ = (
         "__weakref__",
+        "_armed",
         "_dead",
         "_heap",
         "_key",
@@ -340,6 +342,7 @@ class Path:
         self.is_running: Callable[[], bool] = bool  # is it going on? Kept here for the fast path
         self.epoch = 0  # grows when what is in flight at one of the gates is given up
         self._heap: list[tuple[Key, Waiter]] = []
+        self._armed: Waiter | None = None  # who has an alarm set for its gates
         self._dead = 0
         self._key: Key = ()  # under which it stands
         self._variants: dict[tuple[bool, ...], Path] = {}
@@ -439,6 +442,7 @@ class Path:
                 waiter.end("gone")
         self._heap.clear()
         self._dead = 0
+        self._armed = None
         self._step_back()
 
     def fail_oversize(self) -> list[Turnstile]:
@@ -456,8 +460,7 @@ class Path:
         if self.queue.alone:
             return None
         for gate, cost in zip(self.gates, costs, strict=True):
-            largest = gate.largest()
-            if cost > largest:
+            if cost > (largest := gate.largest()):
                 return RequestTooLarge(
                     f"a cost of {cost:,} can never pass {gate!r}: at most {largest:,} fit; split "
                     'the call, raise the limit, or pass oversize="alone" to let it go alone',
@@ -491,19 +494,33 @@ class Path:
             gate.undo(charge, now)
 
     def attempt(self, now: float) -> list[Turnstile]:
-        """Try the head; returns the turnstiles at which it, granted or not, no longer stands."""
-        head = self.head
-        refused, known, wake = self._refusals(head, now)
-        if not refused:
-            left = self._step_back()
+        """Try the head, and while nobody else stands anywhere near the next ones.
+
+        Returns the turnstiles at which it stood, and now does not.
+        """
+        left: list[Turnstile] = []
+        while self.waiting:
+            head = self.head
+            refused, known, wake = self._refusals(head, now)
+            if refused:
+                left = [each for each in left + self.stands if each not in refused]
+                self._stand(refused, head.key)
+                if known < math.inf and self.queue.order.backfill and self.waiting > 1:
+                    wake = min(wake, self._backfill(head, known, now))
+                self._arm(head, wake)
+                break
+            left += self._step_back()
             self._grant(head, self.charge(head.costs, now))
-            return left
-        left = [each for each in self.stands if each not in refused]
-        self._stand(refused, head.key)
-        if known < math.inf and self.queue.order.backfill and self.waiting > 1:
-            wake = min(wake, self._backfill(head, known, now))
-        head.wake_at(wake)
+            if any(each.lines for each in self.turnstiles):
+                break
         return left
+
+    def _arm(self, head: Waiter, when: float) -> None:
+        """One alarm for each path: its head's."""
+        armed, self._armed = self._armed, head
+        if armed is not None and armed is not head and armed.state == "queued":
+            armed.wake_at(math.inf)
+        head.wake_at(when)
 
     def _refusals(self, waiter: Waiter, now: float) -> tuple[list[Turnstile], float, float]:
         """Which turnstiles refuse it, the instant from which none will, the next one to look at."""
@@ -613,9 +630,8 @@ def settle(changed: Iterable[Turnstile], fresh: Iterable[Path], now: float) -> N
     while (path := _earliest(opened, untried)) is not None:
         if path in untried:
             untried.remove(path)
-        head = path.head
         left = path.attempt(now)
-        if head.state == "queued":
+        if path.stands:
             opened = [e for e in opened if e not in path.stands or e.first() is not path]
         elif path.waiting:
             untried.append(path)

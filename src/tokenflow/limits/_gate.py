@@ -89,7 +89,7 @@ class InFlightGate:
     def __init__(self, limit: float, *, of: str = "tokens") -> None:
         self.of = of
         self.cost: CostFunction = cost_function(of)
-        self.limit = limit
+        self.limit = limit if limit == math.inf else token_count(limit, "limit")
         self.used = 0
 
     def largest(self) -> float:

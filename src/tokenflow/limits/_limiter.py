@@ -6,6 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Hashable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import get_ident
 from types import TracebackType
@@ -17,9 +18,9 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from tokenflow._errors import QueueFull, WaitTimeout
 from tokenflow._usage import Usage, token_count
 
-from ._admission import Booking, Path, Queue, Turnstile, Waiter, enter_all, settle, turnstile
+from ._admission import Booking, Path, Queue, Waiter, enter_all, settle, turnstile
 from ._gate import Gate
-from ._order import Fifo, Order
+from ._order import FairShare, Fifo, Order, SmallestFirst
 from ._run import Bell, Run
 from ._window import WindowGate
 
@@ -155,10 +156,12 @@ class Lease:
             path.queue.unreconciled += 1
         if self._epoch == path.epoch:
             crowded = False
+            charges = self._charges
             for i, held in path.held:
-                held.gate.release(self._charges[i])
-                if held.lines:
-                    crowded = True
+                if i < len(charges):  # or the gate came later
+                    held.gate.release(charges[i])
+                    if held.lines:
+                        crowded = True
             if crowded:
                 _settle_path(path)
 
@@ -207,6 +210,18 @@ class Lease:
         _settle_path(path)
         _log_debt(path, now)
 
+    def _check_options(self) -> None:
+        priority, max_wait = self.priority, self._max_wait
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority must be an int (lower goes first), not {priority!r}")
+        if max_wait is None:
+            return
+        if isinstance(max_wait, bool) or not isinstance(max_wait, (int, float)):
+            raise TypeError(f"max_wait must be a number of seconds or None, not {max_wait!r}")
+        if not max_wait >= 0:
+            raise ValueError(f"max_wait must be >= 0 seconds, not {max_wait}")
+        self._max_wait = None if max_wait == math.inf else max_wait
+
     def _expect_held(self, what: str) -> None:
         if self._state == "asked":
             raise RuntimeError(
@@ -217,6 +232,8 @@ class Lease:
         """Wait for room. `_admit`, for one gate and nothing on account, stands here unrolled."""
         if self._state != "asked":
             raise RuntimeError("a reservation can be entered once: call reserve() again")
+        if type(self.priority) is not int or self._max_wait is not None:
+            self._check_options()
         limiter = self._limiter
         path = limiter._fixed
         if path is None:
@@ -306,7 +323,7 @@ class Limiter:
     def __init__(self, *, order: Order, max_waiting: int | None, oversize: Oversize) -> None:
         if oversize not in ("raise", "alone"):
             raise ValueError(f'oversize must be "raise" or "alone", not {oversize!r}')
-        if not hasattr(order, "fresh"):
+        if not isinstance(order, (Fifo, SmallestFirst, FairShare)):
             raise TypeError(f"order must be Fifo(), SmallestFirst() or FairShare(), not {order!r}")
         if max_waiting is not None:
             max_waiting = token_count(max_waiting, "max_waiting")
@@ -379,6 +396,7 @@ class Limiter:
     ) -> Lease:
         """Like `acquire`, but raises anyio.WouldBlock where that would wait."""
         lease = Lease(self, cost, priority, tenant, None)
+        lease._check_options()
         path = self._path(tenant)
         lease.usage, costs = _priced(path, cost)
         now = path.enter().now()
@@ -389,7 +407,15 @@ class Limiter:
                 raise anyio.WouldBlock
         return lease
 
-    def delay(self, cost: int | Usage, *, tenant: Hashable = None) -> float:
+    def delay(
+        self,
+        cost: int | Usage,
+        *,
+        tenant: Hashable = None,
+        model: str | None = None,
+        affinity: Hashable = None,
+        region: str | None = None,
+    ) -> float:
         """Seconds until the gates would take this cost, the queue ignored.
 
         A lower bound when others wait. 0.0: now; `math.inf`: only a release helps.
@@ -419,12 +445,11 @@ class Limiter:
         return True
 
     async def _wait(self, path: Path, lease: Lease, costs: list[int]) -> None:
-        max_wait = _checked_wait(lease._max_wait)
         run = path.enter()
         waiter = self._join(path, lease, costs, run.now(), run.bell())
         if waiter.state == "queued":
             try:
-                self._may_wait(waiter, max_wait)
+                self._may_wait(waiter, lease._max_wait)
                 while waiter.state == "queued":
                     assert waiter.bell is not None
                     await waiter.bell.wait()
@@ -437,7 +462,8 @@ class Limiter:
                 raise
             now = run.now()
             lease.waited = now - waiter.arrived
-            self._log_wait(lease.waited, "waited", lease, now)
+            if lease.waited > _LONG_WAIT:
+                self._log_wait(lease.waited, "waited", lease, now)
         if waiter.error is not None:
             raise waiter.error
 
@@ -472,7 +498,7 @@ class Limiter:
                 raise self._timeout(waiter, max_wait, now)
             waiter.deadline = now + max_wait
             waiter.arm()
-        if delay < math.inf:
+        if _LONG_WAIT < delay < math.inf:
             self._log_wait(delay, "will wait", waiter.lease, now)
 
     def _rung(self, waiter: Waiter, now: float) -> None:
@@ -518,9 +544,9 @@ class Limiter:
         return path
 
     def _log_wait(self, waited: float, verb: str, lease: Booking, now: float) -> None:
-        if waited > _LONG_WAIT and not 0 <= now - self._queue.waited_at < _LOG_EVERY:
+        if not 0 <= now - self._queue.waited_at < _LOG_EVERY:
             self._queue.waited_at = now
-            logger.info("%s %.1f s for %s at %r", verb, waited, _shown(lease.usage), self)
+            log(logging.INFO, "%s %.1f s for %s at %r", verb, waited, _shown(lease.usage), self)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -567,7 +593,8 @@ class TokenLimits(Limiter):
         oversize: Oversize = "raise",
     ) -> None:
         for member in members:
-            if not isinstance(member, Limiter) and not hasattr(member, "ready_at"):
+            is_gate = hasattr(member, "ready_at") and not isinstance(member, type)
+            if not isinstance(member, Limiter) and not is_gate:
                 raise TypeError(f"TokenLimits takes limiters and gates, not {member!r}")
         super().__init__(order=order, max_waiting=max_waiting, oversize=oversize)
         self._members = members
@@ -598,14 +625,18 @@ class TokenLimits(Limiter):
 _SWEEP = 64
 
 
-def resized(gates: Iterable[Gate], now: float) -> None:
-    """Limits moved: who can no longer ever fit fails, and who can go now goes."""
-    turnstiles = [turnstile(gate) for gate in gates]
-    paths = {path for each in turnstiles for path in each.paths if path.waiting}
-    opened: list[Turnstile] = []
+def changed(gates: Iterable[Gate], now: float, *, lowered: bool = False) -> None:
+    """Gates were set from outside: who can go now goes.
+
+    Where a limit was lowered, those who can no longer ever fit fail.
+    """
+    opened = [turnstile(gate) for gate in gates]
+    paths: set[Path] = set()
+    if lowered:
+        paths = {path for each in opened for path in each.paths if path.waiting}
     for path in paths:
         opened += path.fail_oversize()
-    settle(dict.fromkeys([*turnstiles, *opened]), paths, now)
+    settle(dict.fromkeys(opened), paths, now)
 
 
 def guard(gates: Iterable[Gate]) -> Run:
@@ -613,20 +644,16 @@ def guard(gates: Iterable[Gate]) -> Run:
     return enter_all([turnstile(gate) for gate in gates])
 
 
+def log(level: int, message: str, *args: object) -> None:
+    """Whatever handlers and filters do, the caller's state is settled, and stays so."""
+    with suppress(Exception):
+        logger.log(level, message, *args)
+
+
 def _checked(cost: int | Usage) -> int | Usage:
     if isinstance(cost, Usage) or (type(cost) is int and cost >= 0):
         return cost
     return token_count(cost, "cost")
-
-
-def _checked_wait(max_wait: float | None) -> float | None:
-    if max_wait is None:
-        return None
-    if isinstance(max_wait, bool) or not isinstance(max_wait, (int, float)):
-        raise TypeError(f"max_wait must be a number of seconds or None, not {max_wait!r}")
-    if not max_wait >= 0:
-        raise ValueError(f"max_wait must be >= 0 seconds, not {max_wait}")
-    return None if max_wait == math.inf else max_wait
 
 
 def _priced(path: Path, cost: int | Usage) -> tuple[int | Usage, list[int]]:
@@ -659,4 +686,4 @@ def _log_debt(path: Path, now: float) -> None:
         in_debt = isinstance(gate, WindowGate) and gate.used > gate.limit
         if in_debt and not 0 <= now - path.queue.warned_at < _LOG_EVERY:
             path.queue.warned_at = now
-            logger.warning("%r is in debt: calls wait until it has left the window", gate)
+            log(logging.WARNING, "%r is in debt: calls wait until it has left the window", gate)

@@ -78,7 +78,9 @@ class Fifo(_Stateless):
     __slots__ = ("_lane", "backfill")
 
     def __init__(self, *, backfill: bool = True, lane_seconds: float | None = None) -> None:
-        self.backfill = bool(backfill)
+        if not isinstance(backfill, bool):
+            raise TypeError(f"backfill must be True or False, not {backfill!r}")
+        self.backfill = backfill
         self._lane = None if lane_seconds is None else seconds(lane_seconds, "lane_seconds")
 
     def fresh(self) -> Fifo:
@@ -163,6 +165,8 @@ class FairShare:
     shares = True
 
     def __init__(self, weights: Mapping[Hashable, float] | None = None) -> None:
+        if weights is not None and not isinstance(weights, Mapping):
+            raise TypeError(f"weights must be a mapping of tenant to number, not {weights!r}")
         self._weights = dict(weights or {})
         for tenant, weight in self._weights.items():
             if isinstance(weight, bool) or not isinstance(weight, (int, float)):

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, cast, final
 from weakref import WeakValueDictionary
 
-from tokenflow._usage import QuotaStatus, RateLimitStatus, Usage, seconds, token_count
+from tokenflow._usage import (
+    QuotaStatus,
+    RateLimitStatus,
+    Usage,
+    known_seconds,
+    seconds,
+    token_count,
+)
 
 from ._admission import Turnstile, turnstile
 from ._gate import Gate
-from ._limiter import Limiter, Oversize, guard, logger, resized
+from ._limiter import Limiter, Oversize, changed, guard, log
 from ._order import Fifo, Order
 from ._run import OUTSIDE, Run, current_run
 from ._window import Settle, WindowGate
@@ -77,6 +85,8 @@ class Quota:
         if by not in (None, "tenant"):
             raise ValueError(f'by must be "tenant" or None, not {by!r}')
         WindowGate(limit, per, of=of, burst=burst, settle=settle, leeway=leeway)
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a str or None, not {name!r}")
         if name is None:
             name = of if isinstance(of, str) else getattr(of, "__name__", "function")
         for field, value in (
@@ -309,7 +319,7 @@ class TokenRateLimiter(Limiter):
         run = guard(self._all_gates())
         extends = [ledgers.pause(pause, run) for ledgers in self._ledgers]
         if pause and any(extends):
-            logger.warning("paused for %.1f s: %r", pause, self)
+            log(logging.WARNING, "paused for %.1f s: %r", pause, self)
 
     def observe(self, status: RateLimitStatus, *, tenant: Hashable = None) -> None:
         """Take in what the server says about its quotas.
@@ -320,15 +330,18 @@ class TokenRateLimiter(Limiter):
         name or unit and period, or that could mean several, is ignored, and so are numbers
         that make no sense.
         """
+        if not isinstance(status, RateLimitStatus):
+            raise TypeError(f"observe takes a RateLimitStatus, not {status!r}")
         now = guard(self._all_gates()).now()
         for quota_status in status.quotas:
             ledgers = self._observed(quota_status)
             if ledgers is not None:
                 gate = ledgers.gate(tenant)
+                before = gate.limit
                 gate.observe(quota_status, now)
-                resized([gate], now)
-        if status.retry_after is not None and 0 < status.retry_after < math.inf:
-            self.pause(status.retry_after)
+                changed([gate], now, lowered=gate.limit < before)
+        if pause := known_seconds(status.retry_after):
+            self.pause(pause)
 
     def set_limit(self, quota: str, limit: int) -> None:
         """Change the limit of the quota with this name (or unit); 0 is a pause.
@@ -348,7 +361,7 @@ class TokenRateLimiter(Limiter):
             raise ValueError(f"{which} called {quota!r}; there are {names}: give each a name")
         now = guard(self._all_gates()).now()
         found[0].limit = limit
-        resized(found[0], now)
+        changed(found[0], now, lowered=True)
 
     def statistics(self) -> RateLimiterStatistics:
         """Live numbers; works from anywhere."""

@@ -11,7 +11,7 @@ from tokenflow._usage import token_count
 
 from ._admission import turnstile
 from ._gate import Gate, InFlightGate
-from ._limiter import Limiter, Oversize, guard, resized
+from ._limiter import Limiter, Oversize, changed, guard
 from ._order import Fifo, Order
 
 __all__ = ["SemaphoreStatistics", "TokenSemaphore"]
@@ -122,8 +122,9 @@ class TokenSemaphore(Limiter):
 
     def _resize(self, gate: InFlightGate, limit: float) -> None:
         now = guard([gate]).now()
+        lowered = limit < gate.limit
         gate.limit = limit
-        resized([gate], now)
+        changed([gate], now, lowered=lowered)
 
     def __repr__(self) -> str:
         return (

@@ -26,7 +26,15 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Literal, final
 
-from tokenflow._usage import QuotaStatus, Usage, positive_int, positive_seconds, seconds
+from tokenflow._usage import (
+    QuotaStatus,
+    Usage,
+    known_count,
+    known_seconds,
+    positive_int,
+    positive_seconds,
+    seconds,
+)
 
 from ._gate import cost_function
 
@@ -220,14 +228,14 @@ class WindowGate:
         What makes no sense (negative, above the limit, a limit of 0) is unknown.
         """
         self._expire(now)
-        limit, remaining, reset = status.limit, status.remaining, status.reset
-        if limit is not None and limit > 0 and limit != self._limit:
+        limit, remaining = known_count(status.limit), known_count(status.remaining)
+        if limit:
             self.limit = limit
-        if remaining is None or remaining < 0:
+        if remaining is None:
             return
         self._foreign = max(0, self._limit - remaining - self.used)
-        known = reset is not None and 0 <= reset <= self._window
-        self._foreign_until = now + (reset if known and reset is not None else self._window)
+        reset = known_seconds(status.reset)
+        self._foreign_until = now + (self._window if reset is None else min(reset, self._window))
         self._stale_at = -math.inf
 
     def used_at(self, now: float) -> int:
