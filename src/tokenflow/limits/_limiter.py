@@ -204,7 +204,7 @@ class Lease:
             if costs[i] != held and (counts or not gate.in_flight):
                 self._charges[i] = gate.correct(self._charges[i], costs[i], now)
         before = self.tokens
-        self.usage, self._costs = usage, costs
+        self.usage, self._costs = usage, costs[: len(self._charges)]  # a gate may have come later
         if path.queue.order.shares:
             path.queue.order.settle(self.tenant, self.tokens - before)
         _settle_path(path)

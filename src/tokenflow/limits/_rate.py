@@ -337,9 +337,9 @@ class TokenRateLimiter(Limiter):
             ledgers = self._observed(quota_status)
             if ledgers is not None:
                 gate = ledgers.gate(tenant)
-                before = gate.limit
+                largest = gate.largest()
                 gate.observe(quota_status, now)
-                changed([gate], now, lowered=gate.limit < before)
+                changed([gate], now, lowered=gate.largest() < largest)
         if pause := known_seconds(status.retry_after):
             self.pause(pause)
 

@@ -122,9 +122,9 @@ class TokenSemaphore(Limiter):
 
     def _resize(self, gate: InFlightGate, limit: float) -> None:
         now = guard([gate]).now()
-        lowered = limit < gate.limit
+        largest = gate.largest()
         gate.limit = limit
-        changed([gate], now, lowered=lowered)
+        changed([gate], now, lowered=gate.largest() < largest)
 
     def __repr__(self) -> str:
         return (
