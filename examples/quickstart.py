@@ -129,6 +129,7 @@ async def run(
     )
     took = time.monotonic() - begin
     progress.cancel()
+    await asyncio.wait([progress])
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, TooManyRequests):
             raise result
@@ -159,6 +160,8 @@ def report(runs: list[tuple[Provider, float]], calls: int) -> None:
     print(f"\n{'':30}{'unthrottled':>15}{'tokenflow':>15}")
     for label in columns[0]:
         print(f"{label:30}{columns[0][label]:>15}{columns[1][label]:>15}".rstrip())
+    if len(runs[0][0].asked) == calls:
+        print("\nNothing was refused: too little text to meet the quota. Try a whole folder.")
     print(f"\nTokens taken in each {PERIOD:g} s; the mark is the quota:")
     print(f"{'':8}{'unthrottled':33}tokenflow")
     pictures = [sums(provider) for provider, _ in runs]
@@ -272,7 +275,7 @@ def main() -> None:
 
     costs = [estimate(passage).total_tokens for passage in passages]
     limit = max(*costs, sum(costs) // PERIODS)
-    print(f"{len(passages)} passages from {files} files, about {sum(costs):,} tokens with answers")
+    print(f"{len(passages)} passage(s) from {files} file(s), about {sum(costs):,} tokens in all")
     print(f"the provider takes {limit:,} tokens in {PERIOD:g} s, and answers 429 beyond that\n")
     asyncio.run(compare(passages, limit))
 
