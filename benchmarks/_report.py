@@ -12,9 +12,9 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 INTRODUCTION = """\
 # Performance
 
-The benchmarks wrote every number on this page: `make bench` measures again and writes it
-anew, each script its own section. They are ratios, because times depend on the machine, and
-peers ran in the same run. A target that was not met says so.
+`make bench` measures again and writes this page anew, each script in `benchmarks/` its own
+section; no number here was written by hand. Times depend on the machine, so compare ratios:
+peers ran in the same run, in turns. Where a target was not met, the table says so.
 """
 
 

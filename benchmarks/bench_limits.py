@@ -297,11 +297,13 @@ async def fitting(contestant: Contestant) -> int:
 async def run(race: Race, rounds: int) -> tuple[str, list[tuple[str, str, str]]]:
     """The race's table, and what became of its targets."""
     calls: dict[str, int] = {}
+    skipped: dict[str, str] = {}
     for contestant in race.contestants:
         try:
             calls[contestant.name] = race.calls or await fitting(contestant)
         except ImportError as error:
-            print(f"skipped {contestant.name}: {_why(error)}", file=sys.stderr)
+            skipped[contestant.name] = _why(error)
+            print(f"skipped {contestant.name}: {skipped[contestant.name]}", file=sys.stderr)
     took: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for contestant in race.contestants:
@@ -318,7 +320,8 @@ async def run(race: Race, rounds: int) -> tuple[str, list[tuple[str, str, str]]]
         for name in took
     ]
     header = [race.title, race.unit, f"/ {race.baseline}"]
-    return table(header, rows), judged
+    absent = [f"\nNot in this run: {name}, {why}." for name, why in skipped.items()]
+    return "\n".join([table(header, rows), *absent]), judged
 
 
 def _why(error: ImportError) -> str:
