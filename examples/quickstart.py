@@ -57,7 +57,7 @@ async def with_retries(provider: "Provider", passage: str) -> None:
 
 def with_tokenflow(limit: int) -> Callable[["Provider", str], Awaitable[None]]:
     # The leeway is for what passes between our clock's reading and the provider's.
-    limiter = TokenRateLimiter(Quota(limit, per=PERIOD, leeway=0.01 * PERIOD))
+    limiter = TokenRateLimiter(Quota(limit, per=PERIOD, leeway=0.02 * PERIOD))
 
     async def call(provider: "Provider", passage: str) -> None:
         async with limiter.reserve(estimate(passage)) as lease:

@@ -115,7 +115,7 @@ class TestQuickstart:
         assert unthrottled < throttled
         refused, refused_throttled = map(int, rows["refusals (429)"])
         assert refused > 60
-        assert refused_throttled < 3  # none, but for a machine that stalls
+        assert refused_throttled < refused / 4  # none, but on a machine that stalls
 
 
 def load(script: str) -> ModuleType:
