@@ -195,6 +195,10 @@ class Turnstile:
                 return True
         return False
 
+    def is_left_to(self, path: Path) -> bool:
+        """Does nobody else stand here?"""
+        return all(len(line) == 1 and line[0][1] is path for line in self.lines.values())
+
     def stand(self, path: Path, key: Key) -> None:
         line = self.lines.get(path.queue)
         if line is None:
@@ -421,14 +425,14 @@ class Path:
         self.queue.waiting += 1
         self.queue.waiting_tokens += waiter.lease.tokens
         heappush(self._heap, (waiter.key, waiter))
-        if self.head is waiter:
+        if self._heap[0][1] is waiter:
             settle(self._step_back(), (self,), now)
         elif self.queue.order.backfill and self.waiting <= _BACKFILL + 1:
             settle((), (self,), now)
 
     def leave(self, waiter: Waiter, now: float) -> None:
         """Take a call out of the queue; what it barred is tried again now."""
-        was_head = self.head is waiter
+        was_head = self._heap[0][1] is waiter
         waiter.end("gone")
         self._bury()
         if was_head:
@@ -494,26 +498,24 @@ class Path:
             gate.undo(charge, now)
 
     def attempt(self, now: float) -> list[Turnstile]:
-        """Try the head, and while nobody else stands anywhere near the next ones.
+        """Try the head, and while nobody else stands at these gates the next ones.
 
         Returns the turnstiles at which it stood, and now does not.
         """
-        left: list[Turnstile] = []
-        while self.waiting:
-            head = self.head
+        stood = self.stands
+        while self._heap:
+            key, head = self._heap[0]
             refused, known, wake = self._refusals(head, now)
             if refused:
-                left = [each for each in left + self.stands if each not in refused]
-                self._stand(refused, head.key)
+                self._stand(refused, key)
                 if known < math.inf and self.queue.order.backfill and self.waiting > 1:
                     wake = min(wake, self._backfill(head, known, now))
                 self._arm(head, wake)
-                break
-            left += self._step_back()
+                return [each for each in stood if each not in refused]
             self._grant(head, self.charge(head.costs, now))
-            if any(each.lines for each in self.turnstiles):
+            if not all(each.is_left_to(self) for each in self.turnstiles):
                 break
-        return left
+        return self._step_back()
 
     def _arm(self, head: Waiter, when: float) -> None:
         """One alarm for each path: its head's."""
@@ -526,6 +528,7 @@ class Path:
         """Which turnstiles refuse it, the instant from which none will, the next one to look at."""
         refused: list[Turnstile] = []
         known, wake = -math.inf, math.inf
+        alone = self.queue.alone
         for each, cost in zip(self.turnstiles, waiter.costs, strict=True):
             if not cost:
                 continue
@@ -533,7 +536,8 @@ class Path:
                 refused.append(each)
                 known = math.inf
                 continue
-            ready = each.gate.ready_at(self._asked(each.gate, cost), now)
+            asked = self._asked(each.gate, cost) if alone else cost
+            ready = each.gate.ready_at(asked, now)
             if ready > now:
                 refused.append(each)
                 known = max(known, ready)
@@ -601,11 +605,12 @@ class Path:
             self._dead = 0
 
     def _stand(self, refused: list[Turnstile], key: Key) -> None:
-        if refused != self.stands or key != self._key:
-            self._step_back()
-            for each in refused:
-                each.stand(self, key)
-            self.stands, self._key = refused, key
+        if refused == self.stands and key == self._key:
+            return
+        self._step_back()
+        for each in refused:
+            each.stand(self, key)
+        self.stands, self._key = refused, key
 
     def _step_back(self) -> list[Turnstile]:
         """Stand nowhere; returns where it stood."""
@@ -632,21 +637,19 @@ def settle(changed: Iterable[Turnstile], fresh: Iterable[Path], now: float) -> N
             untried.remove(path)
         left = path.attempt(now)
         if path.stands:
-            opened = [e for e in opened if e not in path.stands or e.first() is not path]
+            opened = [
+                e for e in opened if e.lines and (e.first() is not path or e not in path.stands)
+            ]
         elif path.waiting:
             untried.append(path)
-        opened += [each for each in left if each not in opened]
+        if left:
+            opened += [each for each in left if each not in opened]
 
 
 def _earliest(opened: list[Turnstile], untried: list[Path]) -> Path | None:
     """Whose head is to be tried next."""
     earliest: Path | None = None
-    for each in opened:
-        if each.lines:
-            path = each.first()
-            if earliest is None or path.goes_before(earliest):
-                earliest = path
-    for path in untried:
-        if earliest is None or path.goes_before(earliest):
+    for path in [each.first() for each in opened if each.lines] + untried:
+        if earliest is None or (path is not earliest and path.goes_before(earliest)):
             earliest = path
     return earliest

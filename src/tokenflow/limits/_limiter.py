@@ -163,7 +163,7 @@ class Lease:
                     if held.lines:
                         crowded = True
             if crowded:
-                _settle_path(path)
+                settle(path.turnstiles, (), path.enter().now())
 
     def cancel(self) -> None:
         """It was never sent: free what is in flight and take back all charges still in windows.
@@ -449,7 +449,8 @@ class Limiter:
         waiter = self._join(path, lease, costs, run.now(), run.bell())
         if waiter.state == "queued":
             try:
-                self._may_wait(waiter, lease._max_wait)
+                if path.timed or lease._max_wait is not None or self._queue.max_waiting is not None:
+                    self._may_wait(waiter, lease._max_wait)
                 while waiter.state == "queued":
                     assert waiter.bell is not None
                     await waiter.bell.wait()
@@ -490,8 +491,6 @@ class Limiter:
                 "max_waiting",
                 retry_after=_retry_after(waiter, now),
             )
-        if max_wait is None and not waiter.path.timed:
-            return
         delay = waiter.path.ready_at(waiter.costs, now) - now
         if max_wait is not None:
             if max_wait == 0 or max_wait < delay < math.inf:
@@ -676,9 +675,10 @@ def _retry_after(waiter: Waiter, now: float) -> float | None:
 
 
 def _settle_path(path: Path) -> None:
-    opened = [each for each in path.turnstiles if each.lines]
-    if opened:
-        settle(opened, (), path.enter().now())
+    for each in path.turnstiles:
+        if each.lines:
+            settle(path.turnstiles, (), path.enter().now())
+            return
 
 
 def _log_debt(path: Path, now: float) -> None:

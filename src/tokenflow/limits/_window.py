@@ -209,6 +209,7 @@ class WindowGate:
     def shift(self, seconds: float) -> None:
         self._youngest = [youngest + seconds for youngest in self._youngest]
         self._opened += seconds
+        self._joined += 1  # what charges remember of times is by the other clock
         self._stale_at = -math.inf
         self._clear_at += seconds
         self._busy_since += seconds
