@@ -541,7 +541,7 @@ def test_usages_are_values() -> None:
     with pytest.raises(AttributeError):
         usage.input_tokens = 6  # type: ignore[misc]
     with pytest.raises(TypeError):
-        Usage(5)  # type: ignore[misc]
+        Usage(5)  # type: ignore[call-arg]
 
 
 def test_an_object_that_is_an_index_counts_as_its_int() -> None:

@@ -35,7 +35,7 @@ from tokenflow import (
     Usage,
     WaitTimeout,
 )
-from tokenflow.limits import Limiter, SemaphoreStatistics
+from tokenflow.limits import Limiter, Order, SemaphoreStatistics
 
 pytestmark = pytest.mark.anyio
 
@@ -80,12 +80,11 @@ def test_a_task_cancelled_after_its_grant_passes_it_on() -> None:
     run_virtual("asyncio", main)
 
 
-@pytest.mark.parametrize(
-    "order", [Fifo(), SmallestFirst(), FairShare()], ids=["fifo", "smallest", "fair"]
-)
-async def test_thousands_of_random_cancellations_leak_nothing(
-    order: Fifo | SmallestFirst | FairShare,
-) -> None:
+ORDERS: list[Order] = [Fifo(), SmallestFirst(), FairShare()]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["fifo", "smallest", "fair"])
+async def test_thousands_of_random_cancellations_leak_nothing(order: Order) -> None:
     """cpython 90155, 93222."""
     rng = random.Random(7)
     semaphore = TokenSemaphore(10, max_requests=4, order=order)
@@ -211,14 +210,20 @@ async def test_a_cost_of_zero_still_counts_as_one_request() -> None:
         semaphore.acquire_nowait(Usage(requests=0)).release()
 
 
-async def test_fifo_blocks_behind_a_large_head_and_smallest_first_does_not() -> None:
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [(Fifo(), ["held"]), (SmallestFirst(), ["held", "small"])],
+    ids=["fifo", "smallest"],
+)
+async def test_fifo_blocks_behind_a_large_head_and_smallest_first_does_not(
+    order: Order, expected: list[str]
+) -> None:
     """golang 56910: the caller chooses."""
-    for order, expected in [(Fifo(), ["held"]), (SmallestFirst(), ["held", "small"])]:
-        semaphore = TokenSemaphore(10_000, order=order)
-        async with Calls() as calls:
-            await calls.start(semaphore, 5_000, "held")
-            await calls.start(semaphore, 8_000, "large")
-            assert await calls.start(semaphore, 3_000, "small") == expected
+    semaphore = TokenSemaphore(10_000, order=order)
+    async with Calls() as calls:
+        await calls.start(semaphore, 5_000, "held")
+        await calls.start(semaphore, 8_000, "large")
+        assert await calls.start(semaphore, 3_000, "small") == expected
 
 
 async def test_a_cost_above_the_limit_raises_at_once() -> None:
