@@ -95,7 +95,7 @@ async def test_thousands_of_random_cancellations_leak_nothing(order: Order) -> N
                 await anyio.sleep(seconds)
 
     async with anyio.create_task_group() as tasks:
-        for _ in range(700):
+        for _ in range(350):
             scopes = [anyio.CancelScope() for _ in range(3)]
             for scope in scopes:
                 tasks.start_soon(caller, scope, rng.randint(0, 10), rng.randint(0, 2))
@@ -301,7 +301,7 @@ async def test_thousands_of_timeouts_that_race_the_grant_leak_nothing() -> None:
         except TimeoutError:
             outcomes["late"] += 1
 
-    for _ in range(100):
+    for _ in range(60):
         leases = [semaphore.acquire_nowait(1) for _ in range(50)]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(release, leases[:20])
@@ -311,8 +311,8 @@ async def test_thousands_of_timeouts_that_race_the_grant_leak_nothing() -> None:
             tasks.start_soon(release, leases[20:])
         assert semaphore.statistics().tokens_in_flight == 0
     assert idle(semaphore)
-    assert sum(outcomes.values()) == 5_000
-    assert min(outcomes.values()) > 200
+    assert sum(outcomes.values()) == 3_000
+    assert min(outcomes.values()) > 100
 
 
 class Raises(logging.Handler):
@@ -625,7 +625,7 @@ async def test_statistics_and_repr_show_live_numbers() -> None:
         assert repr(semaphore) == ("<TokenSemaphore: 1,200 of 1,500 tokens in flight, 2 waiting>")
         calls.leases["a"].reconcile(1_000)
         await calls.end("a")
-        assert calls.started == ["a", "b", "c"]
+        assert sorted(calls.started) == ["a", "b", "c"]
         await calls.end("b", "c")
     assert semaphore.statistics().unreconciled == 2
     assert semaphore.statistics().waiting_tokens == 0
