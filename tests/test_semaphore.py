@@ -568,7 +568,7 @@ async def test_max_requests_set_for_the_first_time_while_running(through: Throug
     limiter = through(semaphore)
     early = [await limiter.acquire(10) for _ in range(4)]
     async with Calls() as calls:
-        await calls.start(limiter, 61, "waits")
+        await calls.start(limiter, 95, "waits")
         semaphore.max_requests = 1
         early[0].progress(12)
         early[1].reconcile(Usage(input_tokens=10, requests=3))
