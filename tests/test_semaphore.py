@@ -343,6 +343,7 @@ async def test_a_log_handler_that_raises_breaks_nothing() -> None:
         async with limiter.reserve(10), Calls() as calls:
             assert await calls.start(limiter, 5, "known to be long") == []
             await anyio.sleep(60)
+            await wait_all_tasks_blocked()
             assert calls.started == ["known to be long"]
             await calls.end("known to be long")
         await anyio.sleep(60)

@@ -32,7 +32,7 @@ from tokenflow.limits import Limiter, Order, WindowGate
 
 pytestmark = pytest.mark.anyio
 
-FEW, MANY = 10, 10_000
+FEW, MANY = 20, 10_000  # few: more than backfill looks at
 
 
 class Steps:
