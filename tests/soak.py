@@ -1,6 +1,6 @@
 """`make soak`: a million random operations with random cancellations, and nothing leaks.
 
-    python -m tests.soak [OPERATIONS] [SEED]
+python -m tests.soak [OPERATIONS] [SEED]
 """
 
 import random

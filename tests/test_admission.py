@@ -238,9 +238,7 @@ async def test_several_gates_admit_all_or_charge_none() -> None:
 
 async def test_fair_shares_hold_between_tenants_who_each_have_a_quota_too() -> None:
     """Each tenant has a path of its own; the limiter's order counts between them all the same."""
-    limiter = TokenRateLimiter(
-        Quota(10, per=1.0), Quota(1000, by="tenant"), order=FairShare()
-    )
+    limiter = TokenRateLimiter(Quota(10, per=1.0), Quota(1000, by="tenant"), order=FairShare())
     async with anyio.create_task_group() as tasks:
         calls = Calls(tasks)
         for i in range(20):
@@ -309,7 +307,9 @@ async def test_granted_and_cancelled_in_one_tick_gives_everything_back(how: str)
         assert used == {"release": 100, "reconcile": 0, "set_limit": 100, "timer": 0}[how]
         calls.leases["first"].release()
         assert semaphore.statistics().tokens_in_flight == 0
-        assert rate.delay(100) == (0 if how != "set_limit" and how != "release" else rate.delay(100))
+        assert rate.delay(100) == (
+            0 if how != "set_limit" and how != "release" else rate.delay(100)
+        )
         calls.end()
 
 
