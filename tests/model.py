@@ -6,12 +6,13 @@ ledger that the limiters make, and compares each answer.
 
 import logging
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import anyio
 
-import tokenflow.limits._rate as rate
 from tokenflow import (
     FairShare,
     Lease,
@@ -170,10 +171,8 @@ class World:
             self.scopes.append(scope)
             self.tasks.start_soon(self.call, limiter, amount, scope)
         elif what == "nowait":
-            try:
+            with suppress(anyio.WouldBlock, TokenflowError):
                 self.leases.append(limiter.acquire_nowait(amount, tenant="abc"[which % 3]))
-            except (anyio.WouldBlock, TokenflowError):
-                pass
         elif what == "cancel task" and self.scopes:
             self.scopes[which % len(self.scopes)].cancel()
         elif what == "resize":
@@ -216,7 +215,7 @@ class World:
             assert limiter._queue.waiting == waiting
 
     def check_head(self, path: Path, now: float) -> None:
-        """Nobody waits for nothing: some gate refuses the head, or somebody earlier stands there."""
+        """Nobody waits for nothing: some gate refuses the head, or somebody goes before it."""
         head = path.head
         assert path.stands
         assert any(
@@ -257,23 +256,25 @@ def paths_of(limiter: Limiter) -> list[Path]:
 async def drive(ops: list[Op]) -> World:
     """Apply all operations, checking what holds whenever all tasks wait."""
     logging.getLogger("tokenflow").setLevel(logging.ERROR)
-    original = rate.WindowGate
-    rate.WindowGate = CheckedWindow  # type: ignore[assignment,misc]
     try:
-        async with anyio.create_task_group() as tasks:
-            world = World(tasks)
-            for what, which, amount in ops:
-                if what == "turn":
-                    await anyio.wait_all_tasks_blocked()
-                    world.check()
-                elif what == "sleep":
-                    await anyio.sleep(amount / 40)
-                else:
-                    world.apply(what, which, amount)
-            await anyio.wait_all_tasks_blocked()
-            world.check()
-            await world.end()
+        with patch("tokenflow.limits._rate.WindowGate", CheckedWindow):
+            return await _drive(ops)
     finally:
-        rate.WindowGate = original  # type: ignore[misc]
         logging.getLogger("tokenflow").setLevel(logging.NOTSET)
+
+
+async def _drive(ops: list[Op]) -> World:
+    async with anyio.create_task_group() as tasks:
+        world = World(tasks)
+        for what, which, amount in ops:
+            if what == "turn":
+                await anyio.wait_all_tasks_blocked()
+                world.check()
+            elif what == "sleep":
+                await anyio.sleep(amount / 40)
+            else:
+                world.apply(what, which, amount)
+        await anyio.wait_all_tasks_blocked()
+        world.check()
+        await world.end()
     return world

@@ -197,7 +197,10 @@ class Turnstile:
 
     def is_left_to(self, path: Path) -> bool:
         """Does nobody else stand here?"""
-        return all(len(line) == 1 and line[0][1] is path for line in self.lines.values())
+        if not self.lines:
+            return True
+        line = self.lines.get(path.queue)
+        return line is not None and len(self.lines) == len(line) == 1 and line[0][1] is path
 
     def stand(self, path: Path, key: Key) -> None:
         line = self.lines.get(path.queue)
@@ -205,6 +208,15 @@ class Turnstile:
             self.lines[path.queue] = [(key, path)]
         else:
             insort(line, (key, path), key=_key)
+
+    def move(self, path: Path, before: Key, key: Key) -> None:
+        """The path that stands here has another head."""
+        line = self.lines[path.queue]
+        if len(line) == 1:
+            line[0] = (key, path)
+        else:
+            self.leave(path, before)
+            self.stand(path, key)
 
     def leave(self, path: Path, key: Key) -> None:
         line = self.lines[path.queue]
@@ -605,11 +617,13 @@ class Path:
             self._dead = 0
 
     def _stand(self, refused: list[Turnstile], key: Key) -> None:
-        if refused == self.stands and key == self._key:
-            return
-        self._step_back()
-        for each in refused:
-            each.stand(self, key)
+        if refused == self.stands:
+            for each in refused if key != self._key else ():
+                each.move(self, self._key, key)
+        else:
+            self._step_back()
+            for each in refused:
+                each.stand(self, key)
         self.stands, self._key = refused, key
 
     def _step_back(self) -> list[Turnstile]:
@@ -630,9 +644,10 @@ def settle(changed: Iterable[Turnstile], fresh: Iterable[Path], now: float) -> N
     `changed` are turnstiles at which something may have become possible,
     `fresh` are paths whose heads have not been tried yet.
     """
-    opened = list(changed)
+    opened = [each for each in changed if each.lines]
     untried = [path for path in fresh if path.waiting]
-    while (path := _earliest(opened, untried)) is not None:
+    while opened or untried:
+        path = _earliest(opened, untried)
         if path in untried:
             untried.remove(path)
         left = path.attempt(now)
@@ -640,16 +655,16 @@ def settle(changed: Iterable[Turnstile], fresh: Iterable[Path], now: float) -> N
             opened = [
                 e for e in opened if e.lines and (e.first() is not path or e not in path.stands)
             ]
-        elif path.waiting:
-            untried.append(path)
-        if left:
-            opened += [each for each in left if each not in opened]
+        else:
+            opened = [each for each in opened if each.lines]
+            untried += [path] if path.waiting else []
+        opened += [each for each in left if each.lines and each not in opened]
 
 
-def _earliest(opened: list[Turnstile], untried: list[Path]) -> Path | None:
+def _earliest(opened: list[Turnstile], untried: list[Path]) -> Path:
     """Whose head is to be tried next."""
-    earliest: Path | None = None
-    for path in [each.first() for each in opened if each.lines] + untried:
-        if earliest is None or (path is not earliest and path.goes_before(earliest)):
+    earliest, *others = [each.first() for each in opened] + untried
+    for path in others:
+        if path is not earliest and path.goes_before(earliest):
             earliest = path
     return earliest

@@ -262,7 +262,7 @@ class Lease:
                 self._epoch = path.epoch
                 self._state = "held"
                 return self
-        await limiter._wait(path, self, costs)
+        await limiter._wait(path, self, costs, run)
         return self
 
     async def __aexit__(
@@ -444,8 +444,7 @@ class Limiter:
         lease.book(path, costs, [gate.charge(cost, now) for gate, cost in pairs])
         return True
 
-    async def _wait(self, path: Path, lease: Lease, costs: list[int]) -> None:
-        run = path.enter()
+    async def _wait(self, path: Path, lease: Lease, costs: list[int], run: Run) -> None:
         waiter = self._join(path, lease, costs, run.now(), run.bell())
         if waiter.state == "queued":
             try:

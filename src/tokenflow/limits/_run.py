@@ -16,6 +16,7 @@ import threading
 import time
 from asyncio import AbstractEventLoop, BaseEventLoop, Future, TimerHandle
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol, final
 from weakref import ref
 
@@ -36,6 +37,7 @@ class Run:
         "_monotonic",
         "_started",
         "_token",
+        "bell",
         "effective_deadline",
         "is_running",
         "now",
@@ -48,6 +50,9 @@ class Run:
 
     is_running: Callable[[], bool]
     """Surely going on, in `thread`? A cheap test, which may say no where the answer is yes."""
+
+    bell: Callable[[], Bell]
+    """Something for one task of this run to sleep on."""
 
     effective_deadline: Callable[[], float]
     """-inf in a task whose scope is cancelled."""
@@ -63,9 +68,11 @@ class Run:
             self.effective_deadline = event_loop.backend_class.current_effective_deadline
             if isinstance(self._token, AbstractEventLoop):
                 self.now, self.is_running = self._token.time, self._token.is_running
+                self.bell = partial(_AsyncioBell, self._token)
             else:
                 trio = sys.modules["trio"]
                 self.now, self.is_running = trio.lowlevel.current_clock().current_time, bool
+                self.bell = _AnyioBell
         self._started = self.now()
         self._monotonic = time.monotonic()
 
@@ -105,12 +112,6 @@ class Run:
             self._token, BaseEventLoop
         )
         return now if foreign else max(now, self.now())  # a closed foreign loop may have no clock
-
-    def bell(self) -> Bell:
-        """Something for one task of this run to sleep on."""
-        if isinstance(self._token, AbstractEventLoop):
-            return _AsyncioBell(self._token)
-        return _AnyioBell()
 
 
 OUTSIDE = Run(None)
