@@ -31,7 +31,7 @@ import math
 import os
 import warnings
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 from threading import get_ident
@@ -113,6 +113,7 @@ class Waiter:
         "path",
         "rank",
         "state",
+        "tokens",
     )
 
     def __init__(
@@ -122,10 +123,11 @@ class Waiter:
         self.path = path
         self.lease = lease
         self.costs = costs
+        self.tokens = tokens = lease.tokens
         self.arrived = now
         self.key = path.queue.order.key(
             lease.priority,
-            lease.tokens,
+            tokens,
             lease.tenant,
             now,
             sequence,
@@ -151,13 +153,14 @@ class Waiter:
     def end(self, state: State) -> None:
         """Leave the queue, one way or the other."""
         self.state = state
-        self.path.queue.waiting -= 1
-        self.path.queue.waiting_tokens -= self.lease.tokens
-        if self.path.queue.order.shares:
+        queue = self.path.queue
+        queue.waiting -= 1
+        queue.waiting_tokens -= self.tokens
+        if self.path.shares:
             if state == "granted":
-                self.path.queue.order.granted(self.key)
+                queue.order.granted(self.key)
             else:
-                self.path.queue.order.settle(self.lease.tenant, -self.lease.tokens)
+                queue.order.settle(self.lease.tenant, -self.tokens)
         if self.bell is not None and state != "gone":
             self.bell.ring()
 
@@ -197,8 +200,6 @@ class Turnstile:
 
     def is_left_to(self, path: Path) -> bool:
         """Does nobody else stand here?"""
-        if not self.lines:
-            return True
         line = self.lines.get(path.queue)
         return line is not None and len(self.lines) == len(line) == 1 and line[0][1] is path
 
@@ -329,6 +330,7 @@ class Path:
         "_heap",
         "_key",
         "_variants",
+        "counts_int",
         "epoch",
         "gates",
         "held",
@@ -352,6 +354,7 @@ class Path:
         self.timed = any(gate.timed for gate in self.gates)
         self.plain = plain_costs(self.gates)
         self.only = self.gates[0] if len(self.gates) == 1 and not self.shares else None
+        self.counts_int = self.plain == [True]  # the one gate's cost is the int itself
         self.held = [(i, t) for i, t in enumerate(self.turnstiles) if t.gate.in_flight]
         self.run: Run | None = None
         self.thread = 0  # of the run, and
@@ -384,6 +387,7 @@ class Path:
         self.turnstiles.append(each)
         self.plain = plain_costs(self.gates)
         self.only = None
+        self.counts_int = False
         each.paths.add(self)
         self.leave_run()
         for _, waiter in self._heap:
@@ -435,7 +439,7 @@ class Path:
     def join(self, waiter: Waiter, now: float) -> None:
         """Queue a call; it may be granted at once."""
         self.queue.waiting += 1
-        self.queue.waiting_tokens += waiter.lease.tokens
+        self.queue.waiting_tokens += waiter.tokens
         heappush(self._heap, (waiter.key, waiter))
         if self._heap[0][1] is waiter:
             settle(self._step_back(), (self,), now)
@@ -496,6 +500,8 @@ class Path:
         return ready
 
     def charge(self, costs: Sequence[int], now: float) -> list[Any]:
+        if len(costs) == 1:
+            return [self.gates[0].charge(costs[0], now)]
         pairs = zip(self.gates, costs)  # noqa: B905 (hot, and one cost for each gate)
         return [gate.charge(cost, now) for gate, cost in pairs]
 
@@ -523,11 +529,18 @@ class Path:
                 if known < math.inf and self.queue.order.backfill and self.waiting > 1:
                     wake = min(wake, self._backfill(head, known, now))
                 self._arm(head, wake)
-                return [each for each in stood if each not in refused]
+                return [] if refused == stood else [e for e in stood if e not in refused]
             self._grant(head, self.charge(head.costs, now))
-            if not all(each.is_left_to(self) for each in self.turnstiles):
+            if self._has_company():
                 break
         return self._step_back()
+
+    def _has_company(self) -> bool:
+        """Does anybody else stand at one of these gates?"""
+        for each in self.turnstiles:  # noqa: SIM110 (hot: a generator costs as much as the rest)
+            if each.lines and not each.is_left_to(self):
+                return True
+        return False
 
     def _arm(self, head: Waiter, when: float) -> None:
         """One alarm for each path: its head's."""
@@ -638,14 +651,14 @@ class Path:
         return f"<limits {gates}; {self.waiting} waiting>"
 
 
-def settle(changed: Iterable[Turnstile], fresh: Iterable[Path], now: float) -> None:
+def settle(changed: Iterable[Turnstile], fresh: Collection[Path], now: float) -> None:
     """The grant step: let go whoever can, the earliest first.
 
     `changed` are turnstiles at which something may have become possible,
     `fresh` are paths whose heads have not been tried yet.
     """
     opened = [each for each in changed if each.lines]
-    untried = [path for path in fresh if path.waiting]
+    untried = [path for path in fresh if path.waiting] if fresh else []
     while opened or untried:
         path = _earliest(opened, untried)
         if path in untried:
@@ -658,11 +671,14 @@ def settle(changed: Iterable[Turnstile], fresh: Iterable[Path], now: float) -> N
         else:
             opened = [each for each in opened if each.lines]
             untried += [path] if path.waiting else []
-        opened += [each for each in left if each.lines and each not in opened]
+        if left:
+            opened += [each for each in left if each.lines and each not in opened]
 
 
 def _earliest(opened: list[Turnstile], untried: list[Path]) -> Path:
     """Whose head is to be tried next."""
+    if len(opened) == 1 and not untried:
+        return opened[0].first()
     earliest, *others = [each.first() for each in opened] + untried
     for path in others:
         if path is not earliest and path.goes_before(earliest):

@@ -67,26 +67,23 @@ class Lease:
         "_path",
         "_reconciled",
         "_state",
+        "_waited",
         "priority",
-        "replica",
         "tenant",
         "usage",
-        "waited",
     )
 
     usage: int | Usage
     """What it is charged for: what was asked, or what the last correction said."""
 
-    waited: float
-    """Seconds in the queue."""
-
-    replica: object | None
+    replica: object | None = None
     """The replica that a router chose; None without a router."""
 
     _path: Path
     _costs: list[int]
     _charges: list[Any]
     _epoch: int
+    _waited: float
 
     def __init__(
         self,
@@ -101,10 +98,13 @@ class Lease:
         self.priority = priority
         self.tenant = tenant
         self._max_wait = max_wait
-        self.waited = 0.0
-        self.replica = None
         self._state: Literal["asked", "held", "released", "cancelled"] = "asked"
         self._reconciled = False
+
+    @property
+    def waited(self) -> float:
+        """Seconds in the queue."""
+        return getattr(self, "_waited", 0.0)  # most do not wait
 
     @property
     def tokens(self) -> int:
@@ -253,7 +253,7 @@ class Lease:
             if limiter._admit(path, self, costs, now):
                 return self
         else:
-            amount = gate.cost(cost)
+            amount = cost if path.counts_int and type(cost) is int else gate.cost(cost)
             costs = [amount]
             if not amount or (not path.turnstiles[0].lines and gate.ready_at(amount, now) <= now):
                 self._path = path
@@ -461,9 +461,9 @@ class Limiter:
                 self._withdraw(waiter)
                 raise
             now = run.now()
-            lease.waited = now - waiter.arrived
-            if lease.waited > _LONG_WAIT:
-                self._log_wait(lease.waited, "waited", lease, now)
+            lease._waited = now - waiter.arrived
+            if lease._waited > _LONG_WAIT:
+                self._log_wait(lease._waited, "waited", lease, now)
         if waiter.error is not None:
             raise waiter.error
 
