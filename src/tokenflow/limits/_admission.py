@@ -111,7 +111,6 @@ class Waiter:
         "key",
         "lease",
         "path",
-        "rank",
         "state",
         "tokens",
     )
@@ -133,17 +132,20 @@ class Waiter:
             sequence,
             backlogged=path.queue.waiting > 0,
         )
-        self.rank = (lease.priority, sequence)
         self.bell = bell
         self.state: State = "queued"
         self.error: RequestTooLarge | None = None
         self.alarm = math.inf  # when one of its gates, or a gap, may let it go
         self.deadline = math.inf  # when it gives up
 
+    @property
+    def rank(self) -> tuple[float, float]:
+        """(priority, arrival): what counts between limiters."""
+        return (self.lease.priority, self.key[-1])
+
     def wake_at(self, when: float) -> None:
-        if when != self.alarm:
-            self.alarm = when
-            self.arm()
+        self.alarm = when
+        self.arm()
 
     def arm(self) -> None:
         """Set the bell's alarm for whatever comes first."""
@@ -427,8 +429,8 @@ class Path:
     def head(self) -> Waiter:
         return self._heap[0][1]
 
-    def rank(self) -> tuple[int, int]:
-        """(priority, arrival) of the head: what counts between limiters."""
+    def rank(self) -> tuple[float, float]:
+        """That of the head."""
         return self._heap[0][1].rank
 
     def goes_before(self, other: Path) -> bool:
@@ -521,17 +523,18 @@ class Path:
         Returns the turnstiles at which it stood, and now does not.
         """
         stood = self.stands
+        company = self._has_company()
         while self._heap:
             key, head = self._heap[0]
-            refused, known, wake = self._refusals(head, now)
+            refused, known, wake = self._refusals(head, now, company)
             if refused:
                 self._stand(refused, key)
                 if known < math.inf and self.queue.order.backfill and self.waiting > 1:
-                    wake = min(wake, self._backfill(head, known, now))
+                    wake = min(wake, self._backfill(head, known, now, company))
                 self._arm(head, wake)
                 return [] if refused == stood else [e for e in stood if e not in refused]
             self._grant(head, self.charge(head.costs, now))
-            if self._has_company():
+            if company:
                 break
         return self._step_back()
 
@@ -547,9 +550,12 @@ class Path:
         armed, self._armed = self._armed, head
         if armed is not None and armed is not head and armed.state == "queued":
             armed.wake_at(math.inf)
-        head.wake_at(when)
+        if when != head.alarm:
+            head.wake_at(when)
 
-    def _refusals(self, waiter: Waiter, now: float) -> tuple[list[Turnstile], float, float]:
+    def _refusals(
+        self, waiter: Waiter, now: float, company: bool
+    ) -> tuple[list[Turnstile], float, float]:
         """Which turnstiles refuse it, the instant from which none will, the next one to look at."""
         refused: list[Turnstile] = []
         known, wake = -math.inf, math.inf
@@ -557,7 +563,7 @@ class Path:
         for each, cost in zip(self.turnstiles, waiter.costs, strict=True):
             if not cost:
                 continue
-            if each.lines and each.bars(waiter):
+            if company and each.bars(waiter):
                 refused.append(each)
                 known = math.inf
                 continue
@@ -569,14 +575,14 @@ class Path:
                 wake = min(wake, ready)
         return refused, known, wake
 
-    def _backfill(self, head: Waiter, known: float, now: float) -> float:
+    def _backfill(self, head: Waiter, known: float, now: float, company: bool) -> float:
         """Let later calls go that leave the head's known instant alone.
 
         Returns the next instant at which one of them may have a chance.
         """
         wake = math.inf
         for waiter in self._behind_head():
-            refused, ready, _ = self._refusals(waiter, now)
+            refused, ready, _ = self._refusals(waiter, now, company)
             if refused:
                 wake = min(wake, ready)
                 continue

@@ -440,8 +440,10 @@ class Limiter:
             order = path.queue.order
             key = order.key(lease.priority, lease.tokens, lease.tenant, now, 0, backlogged=False)
             order.granted(key)
-        pairs = zip(path.gates, costs)  # noqa: B905
-        lease.book(path, costs, [gate.charge(cost, now) for gate, cost in pairs])
+        charges = []
+        for gate, cost in zip(path.gates, costs):  # noqa: B905
+            charges.append(gate.charge(cost, now))
+        lease.book(path, costs, charges)
         return True
 
     async def _wait(self, path: Path, lease: Lease, costs: list[int], run: Run) -> None:
@@ -455,7 +457,7 @@ class Limiter:
                     await waiter.bell.wait()
                     if waiter.state == "queued":
                         self._rung(waiter, run.now())
-                if run.is_cancelled():
+                if run.effective_deadline() == _CANCELLED:
                     await checkpoint_if_cancelled()
             except BaseException:
                 self._withdraw(waiter)

@@ -68,6 +68,8 @@ class Run:
             self.effective_deadline = event_loop.backend_class.current_effective_deadline
             if isinstance(self._token, AbstractEventLoop):
                 self.now, self.is_running = self._token.time, self._token.is_running
+                if type(self._token).time is BaseEventLoop.time:
+                    self.now = time.monotonic  # what that returns, for one call less
                 self.bell = partial(_AsyncioBell, self._token)
             else:
                 trio = sys.modules["trio"]
@@ -75,10 +77,6 @@ class Run:
                 self.bell = _AnyioBell
         self._started = self.now()
         self._monotonic = time.monotonic()
-
-    def is_cancelled(self) -> bool:
-        """Is the current task inside a cancelled scope?"""
-        return self.effective_deadline() == -math.inf
 
     def is_live(self) -> bool:
         """Is it going on, here or in another thread of this process?"""

@@ -157,14 +157,14 @@ class WindowGate:
     def charge(self, cost: int, now: float) -> _Charge:
         if not cost:
             return ()
-        if now - self._opened < self._width:
+        if now - self._opened >= self._width:
+            before = now
+            self._open(now)
+        else:
             before = self._youngest[-1]
             if now > before:
                 self._youngest[-1] = now
             self._joined += 1
-        else:
-            before = now
-            self._open(now)
         self._amounts[-1] += cost
         self._blocks[-1] += cost
         self.used += cost
