@@ -67,14 +67,14 @@ class Queue:
     )
 
     def __init__(self, order: Order, max_waiting: int | None, *, alone: bool) -> None:
-        self.order = order
-        self.max_waiting = max_waiting
-        self.alone = alone
-        self.waiting = 0
-        self.waiting_tokens = 0
-        self.unreconciled = 0
-        self.waited_at = -math.inf  # when a long wait was logged
-        self.warned_at = -math.inf  # when debt was
+        self.order: Order = order
+        self.max_waiting: int | None = max_waiting
+        self.alone: bool = alone
+        self.waiting: int = 0
+        self.waiting_tokens: int = 0
+        self.unreconciled: int = 0
+        self.waited_at: float = -math.inf  # when a long wait was logged
+        self.warned_at: float = -math.inf  # when debt was
 
 
 State = Literal["queued", "granted", "failed", "gone"]
@@ -90,7 +90,7 @@ class Booking(Protocol):
     @property
     def tokens(self) -> int: ...
 
-    def book(self, path: Path, costs: list[int], charges: list[Any]) -> None:
+    def _book(self, path: Path, costs: list[int], charges: list[Any]) -> None:
         """It is charged."""
 
     def cancel(self) -> None:
@@ -619,7 +619,7 @@ class Path:
         return cost
 
     def _grant(self, waiter: Waiter, charges: list[Any]) -> None:
-        waiter.lease.book(self, waiter.costs, charges)
+        waiter.lease._book(self, waiter.costs, charges)
         waiter.end("granted")
         self._bury()
 

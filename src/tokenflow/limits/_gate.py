@@ -87,10 +87,10 @@ class InFlightGate:
     timed = False
 
     def __init__(self, limit: float, *, of: str = "tokens") -> None:
-        self.of = of
+        self.of: str = of
         self.cost: CostFunction = cost_function(of)
-        self.limit = limit if limit == math.inf else token_count(limit, "limit")
-        self.used = 0
+        self.limit: float = limit if limit == math.inf else token_count(limit, "limit")
+        self.used: int = 0
 
     def largest(self) -> float:
         return self.limit or math.inf

@@ -95,8 +95,8 @@ class Lease:
     ) -> None:
         self._limiter = limiter
         self.usage = usage
-        self.priority = priority
-        self.tenant = tenant
+        self.priority: int = priority
+        self.tenant: Hashable = tenant
         self._max_wait = max_wait
         self._state: Literal["asked", "held", "released", "cancelled"] = "asked"
         self._reconciled = False
@@ -181,7 +181,7 @@ class Lease:
             path.queue.order.settle(self.tenant, -self.tokens)
         _settle_path(path)
 
-    def book(self, path: Path, costs: list[int], charges: list[Any]) -> None:
+    def _book(self, path: Path, costs: list[int], charges: list[Any]) -> None:
         """Called by the grant step once everything is charged."""
         self._path = path
         self._costs = costs
@@ -443,7 +443,7 @@ class Limiter:
         charges = []
         for gate, cost in zip(path.gates, costs):  # noqa: B905
             charges.append(gate.charge(cost, now))
-        lease.book(path, costs, charges)
+        lease._book(path, costs, charges)
         return True
 
     async def _wait(self, path: Path, lease: Lease, costs: list[int], run: Run) -> None:

@@ -80,7 +80,7 @@ class Fifo(_Stateless):
     def __init__(self, *, backfill: bool = True, lane_seconds: float | None = None) -> None:
         if not isinstance(backfill, bool):
             raise TypeError(f"backfill must be True or False, not {backfill!r}")
-        self.backfill = backfill
+        self.backfill: bool = backfill
         self._lane = None if lane_seconds is None else seconds(lane_seconds, "lane_seconds")
 
     def fresh(self) -> Fifo:

@@ -58,8 +58,8 @@ class Run:
     """-inf in a task whose scope is cancelled."""
 
     def __init__(self, event_loop: EventLoopToken | None) -> None:
-        self.pid = os.getpid()
-        self.thread = threading.get_ident()
+        self.pid: int = os.getpid()
+        self.thread: int = threading.get_ident()
         self._token: object = None
         if event_loop is None:
             self.now, self.is_running = time.monotonic, bool

@@ -36,7 +36,7 @@ from tokenflow._usage import (
     seconds,
 )
 
-from ._gate import cost_function
+from ._gate import CostFunction, cost_function
 
 __all__ = ["Settle", "WindowGate"]
 
@@ -104,9 +104,9 @@ class WindowGate:
     ) -> None:
         if settle not in ("actual", "reserved"):
             raise ValueError(f'settle must be "actual" or "reserved", not {settle!r}')
-        self.cost = cost_function(of, declared=settle == "reserved")
-        self.per = positive_seconds(per, "per")
-        self.used = 0
+        self.cost: CostFunction = cost_function(of, declared=settle == "reserved")
+        self.per: float = positive_seconds(per, "per")
+        self.used: int = 0
         self._settle = settle
         self._window = self.per + seconds(leeway, "leeway")
         self._width = self._window / _SLOTS
