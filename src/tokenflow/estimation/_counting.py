@@ -9,6 +9,7 @@ in pieces so long that the encoder's time grows out of proportion, or it panics.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol, TypeVar, final
 
@@ -31,7 +32,7 @@ class TokenCounter(Protocol):
         ...
 
 
-class _Counter:
+class _Counter(ABC):
     """What the counters have in common; they supply `count` and `_ready`."""
 
     __slots__ = ("_rule",)
@@ -39,8 +40,9 @@ class _Counter:
     def __init__(self, rule: ChatRule) -> None:
         self._rule = rule
 
+    @abstractmethod
     def count(self, text: str) -> int:
-        raise NotImplementedError
+        """Return how many tokens `text` has. Never fails, whatever the text."""
 
     def _ready(self) -> bool:
         """Whether `count` can start at once, without loading anything."""

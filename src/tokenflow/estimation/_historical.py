@@ -6,7 +6,8 @@ import math
 from collections import OrderedDict
 from typing import Final, final
 
-from .._usage import Request, token_count
+from tokenflow._usage import Request, token_count
+
 from ._history import History, input_bucket, min_input_tokens
 from ._output import OutputEstimate, OutputEstimator, ScoredEstimator, TaskEstimator
 from ._scores import EstimateKey, EstimateStatistics
@@ -58,7 +59,15 @@ class HistoricalEstimator(ScoredEstimator):
         ValueError: a quantile outside (0, 1), a size below 1, a margin not above 0.
     """
 
-    __slots__ = ("_histories", "_max_keys", "_min_samples", "_prior", "_quantile", "_scale", "_window")
+    __slots__ = (
+        "_histories",
+        "_max_keys",
+        "_min_samples",
+        "_prior",
+        "_quantile",
+        "_scale",
+        "_window",
+    )
 
     def __init__(
         self,
@@ -136,9 +145,7 @@ class HistoricalEstimator(ScoredEstimator):
             return history
         if len(self._histories) >= self._max_keys:
             self._histories.popitem(last=False)
-        history = self._histories[key] = History(
-            self._quantile, self._window, self._min_samples
-        )
+        history = self._histories[key] = History(self._quantile, self._window, self._min_samples)
         return history
 
     def _correct_prior(self, missed: bool) -> None:

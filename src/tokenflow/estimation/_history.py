@@ -20,8 +20,9 @@ promised is the fault of outputs that are all alike. Only that case converges fr
 one side.
 
 The step is 0.04 for quantiles of 0.9 and around, less at the ends, where the same
-wobble in level would cost more tokens. Measured on real traffic: 0.01 needs
-thousands of calls to follow a change, 0.1 costs 5 % more tokens.
+wobble in level would cost more tokens. Measured on real traffic: with 0.01 the
+share is 7 points off over the 2,000 calls after an abrupt change, with 0.1 the
+estimates cost 4 to 5 % more tokens.
 
 Cost: two bisections of the window and two short memmoves per call; 16 bytes per
 output, and the ints.

@@ -13,11 +13,13 @@ here, an estimator belongs to one thread.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol, final
 
-from .._usage import Request, token_count
+from tokenflow._usage import Request, token_count
+
 from ._scores import EstimateStatistics, Score
 
 __all__ = [
@@ -87,7 +89,7 @@ class OutputEstimator(Protocol):
         ...
 
 
-class ScoredEstimator:
+class ScoredEstimator(ABC):
     """What the estimators have in common: the margin, the cap, the totals.
 
     Invariant: what is handed out is never above choices x declared maximum.
@@ -100,6 +102,15 @@ class ScoredEstimator:
             raise ValueError(f"margin must be a finite factor > 0, not {margin!r}")
         self._margin = 1 if margin == 1 else margin  # int x int stays exact, and is faster
         self._score = Score(_RECENT)
+
+    @abstractmethod
+    def estimate(self, request: Request) -> OutputEstimate:
+        """Return what to reserve for the output of `request`. Changes nothing."""
+
+    def observe(self, request: Request, output_tokens: int, *, truncated: bool = False) -> None:
+        """Keep the score; the estimates stay what they are."""
+        output_tokens = token_count(output_tokens, "output_tokens")
+        self._score.add(request.input_tokens, self.estimate(request).tokens, output_tokens)
 
     def _capped(self, request: Request, tokens: float) -> int:
         """`tokens` of one choice, as tokens for the whole request."""
@@ -124,22 +135,8 @@ class ScoredEstimator:
         )
 
 
-class _Static(ScoredEstimator):
-    """An estimator that observes only to keep score."""
-
-    __slots__ = ()
-
-    def estimate(self, request: Request) -> OutputEstimate:
-        raise NotImplementedError
-
-    def observe(self, request: Request, output_tokens: int, *, truncated: bool = False) -> None:
-        """Keep the score. The estimates stay what they are."""
-        output_tokens = token_count(output_tokens, "output_tokens")
-        self._score.add(request.input_tokens, self.estimate(request).tokens, output_tokens)
-
-
 @final
-class MaxTokensEstimator(_Static):
+class MaxTokensEstimator(ScoredEstimator):
     """The declared maximum, for each choice: never too low, usually far too high.
 
     For servers that reserve it themselves at arrival. `default` serves where none
@@ -163,7 +160,7 @@ class MaxTokensEstimator(_Static):
 
 
 @final
-class TaskEstimator(_Static):
+class TaskEstimator(ScoredEstimator):
     """A table from task to output tokens: the guess to start from, before any history.
 
     `tokens` adds to the built-in table or overrides it: classification 20,
@@ -186,7 +183,9 @@ class TaskEstimator(_Static):
     ) -> None:
         super().__init__(margin)
         own = {task: token_count(count, f"tokens[{task!r}]") for task, count in tokens.items()}
-        self._tokens: dict[str | None, int] = {**TASK_TOKENS, **own}
+        self._tokens: dict[str | None, int] = {}
+        self._tokens.update(TASK_TOKENS)
+        self._tokens.update(own)
         self._default = token_count(default, "default")
 
     def estimate(self, request: Request) -> OutputEstimate:

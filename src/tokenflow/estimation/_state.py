@@ -63,7 +63,9 @@ def _history(raw: object) -> SavedHistory:
     names = all(name is None or isinstance(name, str) for name in (model, task))
     _expect(names, "model and task to be strings or null", (model, task))
     _expect(_is_count(minimum), "min_input_tokens to be a count", minimum)
-    _expect(isinstance(outputs, list) and all(map(_is_count, outputs)), "counts in outputs", outputs)
+    _expect(
+        isinstance(outputs, list) and all(map(_is_count, outputs)), "counts in outputs", outputs
+    )
     return SavedHistory(model, task, minimum, _number(level, _LARGEST, "a level >= 0"), outputs)
 
 
