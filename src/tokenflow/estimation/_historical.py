@@ -11,13 +11,11 @@ from tokenflow._usage import Request, token_count
 from ._history import History, input_bucket, min_input_tokens
 from ._output import OutputEstimate, OutputEstimator, ScoredEstimator, TaskEstimator
 from ._scores import EstimateKey, EstimateStatistics
-from ._state import SavedHistory, SavedState, dump_state, parse_state
+from ._state import LARGEST, PRIOR_RANGE, SavedHistory, SavedState, dump_state, parse_state
 
 __all__ = ["HistoricalEstimator"]
 
-_LARGEST: Final = 1 << 40  # nobody writes that much; keeps int * float finite
 _PRIOR_STEP: Final = 0.1
-_PRIOR_RANGE: Final = 64.0
 _Key = tuple[str | None, str | None, int]
 
 
@@ -118,8 +116,8 @@ class HistoricalEstimator(ScoredEstimator):
         `truncated` says that it would have needed at least that much. An output that
         reached the declared maximum counts as truncated without being told.
         """
-        if type(output_tokens) is not int or not 0 <= output_tokens <= _LARGEST:
-            output_tokens = min(token_count(output_tokens, "output_tokens"), _LARGEST)
+        if type(output_tokens) is not int or not 0 <= output_tokens <= LARGEST:
+            output_tokens = min(token_count(output_tokens, "output_tokens"), LARGEST)
         declared = request.max_output_tokens
         if declared == 0:
             return
@@ -155,7 +153,7 @@ class HistoricalEstimator(ScoredEstimator):
         log(output / prior), pooled over all keys that have little history.
         """
         move = _PRIOR_STEP * (self._quantile if missed else self._quantile - 1)
-        self._scale = min(max(self._scale * math.exp(move), 1 / _PRIOR_RANGE), _PRIOR_RANGE)
+        self._scale = min(max(self._scale * math.exp(move), 1 / PRIOR_RANGE), PRIOR_RANGE)
 
     def statistics_by_key(self) -> dict[EstimateKey, EstimateStatistics]:
         """`statistics()` of each model, task and input length; error ratios over the last 200."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Final, NamedTuple
 
-__all__ = ["SavedHistory", "SavedState", "dump_state", "parse_state"]
+__all__ = ["LARGEST", "PRIOR_RANGE", "SavedHistory", "SavedState", "dump_state", "parse_state"]
 
+LARGEST: Final = 1 << 40  # output tokens; nobody writes that much, and int * float stays finite
+PRIOR_RANGE: Final = 64.0  # how far the factor on the prior may go, up and down
 _VERSION: Final = 1
 
 
@@ -47,13 +50,10 @@ def parse_state(text: str | bytes) -> SavedState:
     histories = raw.get("histories")
     _expect(isinstance(histories, list), "a list of histories", histories)
     return SavedState(
-        _number(raw.get("quantile"), 1.0, "a quantile up to 1"),
-        _number(raw.get("prior_scale"), _LARGEST, "a positive prior_scale"),
+        _number(raw.get("quantile"), 0.0, 1.0, "a quantile up to 1"),
+        _number(raw.get("prior_scale"), 1 / PRIOR_RANGE, PRIOR_RANGE, "a sensible prior_scale"),
         [_history(each) for each in histories],
     )
-
-
-_LARGEST: Final = float(1 << 40)
 
 
 def _history(raw: object) -> SavedHistory:
@@ -63,19 +63,20 @@ def _history(raw: object) -> SavedHistory:
     names = all(name is None or isinstance(name, str) for name in (model, task))
     _expect(names, "model and task to be strings or null", (model, task))
     _expect(_is_count(minimum), "min_input_tokens to be a count", minimum)
-    _expect(
-        isinstance(outputs, list) and all(map(_is_count, outputs)), "counts in outputs", outputs
-    )
-    return SavedHistory(model, task, minimum, _number(level, _LARGEST, "a level >= 0"), outputs)
+    counts = isinstance(outputs, list) and all(map(_is_count, outputs))
+    _expect(counts, "outputs to be counts", outputs)
+    level = _number(level, 0.0, float(LARGEST), "a level >= 0")
+    return SavedHistory(model, task, minimum, level, outputs)
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _LARGEST
+    return type(value) is int and 0 <= value <= LARGEST
 
 
-def _number(value: object, largest: float, what: str) -> float:
-    _expect(type(value) in (int, float) and 0 <= value <= largest, what, value)  # type: ignore[operator]
-    return float(value)  # type: ignore[arg-type]
+def _number(value: object, least: float, largest: float, what: str) -> float:
+    number = value if isinstance(value, (int, float)) and type(value) is not bool else math.nan
+    _expect(least <= number <= largest, what, value)
+    return float(number)
 
 
 def _expect(fulfilled: bool, what: str, found: object) -> None:
