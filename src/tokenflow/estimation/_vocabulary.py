@@ -120,17 +120,19 @@ vocabulary = lru_cache(maxsize=16)(Vocabulary)
 """The process's vocabulary of a name."""
 
 
-_BOUNDARY: Final = re.compile(r"[^\W\d_](?=[ \n\r,.;:!?()\[\]{}\u3001\u3002\uff0c\uff1f\uff01])")
+_BOUNDARY: Final = re.compile(
+    r"\S(?= )|[^\W_](?=[\n\r,.;:!?()\[\]{}\u3001\u3002\uff0c\uff1f\uff01])"
+)
 
 
 def pieces(text: str, size: int = 1 << 16) -> Iterator[str]:
     """Cut `text` into pieces of at most `size` characters, where no token spans the cut.
 
-    That is behind a letter and before a space or a punctuation mark: every
-    encoding's pattern ends a token there, and none looks back. Only where the last
-    256 characters of a piece have no such place is it cut at its end, which may
-    split a token. The default size is a power of two because long runs of one
-    character are merged in powers of two.
+    That is before a space that ends a word, or between a letter or digit and a
+    punctuation mark or newline: every encoding's pattern ends a token there, and
+    none looks back. Only where the last 256 characters of a piece have no such
+    place is it cut at its end, which may split a token. The default size is a power
+    of two because that is how long runs of one character are merged.
     """
     start = 0
     while len(text) - start > size:
