@@ -5,6 +5,8 @@ import json
 import math
 import os
 import random
+import runpy
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -544,3 +546,20 @@ class TestTraces:
         for after in (code, conv):
             missed = misses(estimator, after)
             assert share(missed[:2000]) == pytest.approx(0.1, abs=0.03)
+
+
+@pytest.mark.parametrize("given_one", [True, False], ids=["trace", "invented"])
+def test_the_calibration_example_runs(
+    given_one: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    example = Path(__file__).parent.parent / "examples" / "calibrate.py"
+    file = tmp_path / "trace.csv"
+    file.write_bytes(b"TIMESTAMP,ContextTokens,GeneratedTokens\r\n0,100,10\r\n1,200,20")
+    monkeypatch.setattr(sys, "argv", [str(example), *(["--trace", str(file)] if given_one else [])])
+    runpy.run_path(str(example), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert shown.startswith("2 calls" if given_one else "12,000 calls")
+    assert "historical 0.9, margin 1.1" in shown

@@ -95,19 +95,21 @@ class History:
 
     def learn(self, output: int, missed: bool) -> None:
         """Add one output, and correct the level by whether it exceeded its estimate."""
-        self.level = max(0.0, self.level + (self._up if missed else -self._down))
-        if len(self._ring) == self._window:
-            del self._sorted[bisect_left(self._sorted, self._ring.popleft())]
+        level = self.level + self._up if missed else self.level - self._down
+        self.level = level if level > 0 else 0.0
+        ordered = self._sorted
+        if len(ordered) == self._window:
+            del ordered[bisect_left(ordered, self._ring.popleft())]
         self._ring.append(output)
-        insort(self._sorted, output)
+        insort(ordered, output)
         self._read()
 
     def _read(self) -> None:
         """Read the window at `level`; above 1, the largest output is scaled up by it."""
-        size = len(self._sorted)
-        rank = int(self.level * size)
-        top = rank >= size
-        self.tokens = math.ceil(self._sorted[-1] * self.level) if top else self._sorted[rank]
+        ordered, level = self._sorted, self.level
+        size = len(ordered)
+        rank = int(level * size)
+        self.tokens = ordered[rank] if rank < size else math.ceil(ordered[-1] * level)
         if self.weight < 1.0:
             self.weight = min(1.0, size / self._min_samples)
 

@@ -119,9 +119,10 @@ class ScoredEstimator(ABC):
         return wanted if declared is None else min(wanted, declared * request.choices)
 
     def _hand_out(self, request: Request, tokens: float, confidence: float) -> OutputEstimate:
-        wanted, declared = self._capped(request, tokens), request.max_output_tokens
-        certain = declared is not None and wanted == declared * request.choices
-        return OutputEstimate(wanted, 1.0 if certain else confidence)
+        capped, declared = self._capped(request, tokens), request.max_output_tokens
+        if declared is not None and capped == declared * request.choices:
+            confidence = 1.0
+        return OutputEstimate(capped, confidence)
 
     def statistics(self) -> EstimateStatistics:
         """How the estimates compare with what was observed, over all calls."""
