@@ -12,6 +12,7 @@ import asyncio
 import importlib
 import random
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -173,31 +174,29 @@ def abrupt_changes(traces: dict[str, Trace]) -> str:
 
 
 def distinct_tasks(calls: int) -> str:
-    """Every call with a task name of its own."""
+    shown = in_a_process_of_its_own("distinct", calls)
+    kept, grown, under = shown.split(",")
+    return table(
+        "Task names that never come twice",
+        ("names", "keys kept", "memory grown over the last nine tenths", "under-estimated"),
+        [(f"{calls:,}", kept, f"{float(grown):.1f} MB", f"{float(under):.1f} %")],
+    )
+
+
+def measure_distinct(calls: int) -> str:
+    """Every call with a task name of its own: keys kept, megabytes grown, per cent missed."""
     estimator = HistoricalEstimator()
     rng = random.Random(5)
-    missed, peaks = 0, []
-    tracemalloc.start()
+    missed, before = 0, 0
     for at in range(calls):
         request = Request(input_tokens=1000, task=f"task {at}")
         output = int(rng.lognormvariate(5, 1))
         missed += output > estimator.estimate(request).tokens
         estimator.observe(request, output)
-        if at + 1 in (calls // 10, calls):
-            peaks.append(tracemalloc.get_traced_memory()[1] / 1e6)
-    tracemalloc.stop()
-    kept = len(estimator.statistics_by_key())
-    row = (
-        f"{calls:,}",
-        kept,
-        *(f"{peak:.1f} MB" for peak in peaks),
-        f"{100 * missed / calls:.1f} %",
-    )
-    return table(
-        "Task names that never come twice",
-        ("names", "keys kept", "peak after a tenth", "peak at the end", "under-estimated"),
-        [row],
-    )
+        if at + 1 == calls // 10:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
+    return f"{len(estimator.statistics_by_key())},{grown},{100 * missed / calls}"
 
 
 def full_keys() -> str:
@@ -277,11 +276,10 @@ async def _idle() -> None:
     await asyncio.sleep(0.5)
 
 
-def stall_of(what: str, size: int) -> float:
-    """In a process of its own, where nothing is loaded; prints and returns milliseconds."""
-    script = [sys.executable, __file__, "--stall", what, str(size)]
-    shown = subprocess.run(script, capture_output=True, check=True, text=True)
-    return float(shown.stdout)
+def in_a_process_of_its_own(what: str, size: int) -> str:
+    """One measurement where nothing is loaded or allocated yet."""
+    script = [sys.executable, __file__, "--measure", what, str(size)]
+    return subprocess.run(script, capture_output=True, check=True, text=True).stdout
 
 
 def measure_stall(what: str, size: int) -> float:
@@ -314,7 +312,7 @@ def stalls(size: int, count: int) -> str:
     seen: dict[str, list[float]] = {what: [] for what in labels}
     for _ in range(count):
         for what, times in seen.items():
-            times.append(stall_of(what, size))
+            times.append(float(in_a_process_of_its_own(what, size)))
     rows = [
         (labels[what], f"{statistics.median(times):.1f} ms", f"{max(times):.1f} ms")
         for what, times in seen.items()
@@ -356,10 +354,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--trace", type=Path, help="a CSV trace, or a directory of them")
     parser.add_argument("--quick", action="store_true", help="small sizes; publishes nothing")
-    parser.add_argument("--stall", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.stall:
-        print(measure_stall(asked.stall[0], int(asked.stall[1])))
+    if asked.measure:
+        what, size = asked.measure[0], int(asked.measure[1])
+        print(measure_distinct(size) if what == "distinct" else measure_stall(what, size))
         return
     traces = load(asked.trace)
     if not traces:

@@ -5,6 +5,7 @@ import functools
 import importlib
 import itertools
 import json
+import pickle
 import random
 import string
 import struct
@@ -251,6 +252,13 @@ class TestNames:
 
     def test_repr(self) -> None:
         assert repr(TiktokenCounter("gpt-5")) == "TiktokenCounter('gpt-5')"
+
+
+def test_pickles_by_name() -> None:
+    counter = TiktokenCounter(OFFLINE, load_timeout=5)
+    assert counter.count("hello") == 1  # holds a lock and a vocabulary from here on
+    copy = pickle.loads(pickle.dumps(counter))
+    assert (repr(copy), copy._load_timeout) == (repr(counter), 5)
 
 
 class TestOffline:

@@ -1,6 +1,8 @@
 """Estimators: what they promise, on streams that try to break it."""
 
 import csv
+import doctest
+import importlib
 import json
 import math
 import os
@@ -27,6 +29,7 @@ from tokenflow.estimation import (
 from tokenflow.estimation._history import History, input_bucket, min_input_tokens
 
 ASK = Request(input_tokens=1000, model="gpt-5", task="chat")
+MODULES = ("_counting", "_historical", "_output", "_vocabulary")
 Stream = Iterable[tuple[Request, int]]
 
 
@@ -546,6 +549,12 @@ class TestTraces:
         for after in (code, conv):
             missed = misses(estimator, after)
             assert share(missed[:2000]) == pytest.approx(0.1, abs=0.03)
+
+
+@pytest.mark.parametrize("module", ["_usage", "_wire", *(f"estimation.{name}" for name in MODULES)])
+def test_examples_in_docstrings(module: str) -> None:
+    failed, tried = doctest.testmod(importlib.import_module(f"tokenflow.{module}"))
+    assert (failed, bool(tried)) == (0, True)
 
 
 @pytest.mark.parametrize("given_one", [True, False], ids=["trace", "invented"])

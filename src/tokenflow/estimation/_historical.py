@@ -48,9 +48,9 @@ class HistoricalEstimator(ScoredEstimator):
     >>> question = Request(input_tokens=800, model="gpt-5", task="chat")
     >>> estimator.estimate(question).tokens  # nothing seen: the prior
     500
-    >>> for tokens in range(100):
-    ...     estimator.observe(question, tokens)
-    >>> 80 <= estimator.estimate(question).tokens <= 99
+    >>> for at in range(300):
+    ...     estimator.observe(question, 37 * at % 100)
+    >>> 85 <= estimator.estimate(question).tokens <= 95
     True
 
     Raises:

@@ -80,7 +80,8 @@ class Vocabulary:
             if self._started is None:
                 self._started = time.monotonic()
                 threading.Thread(target=self._run, name=f"load {self.name}", daemon=True).start()
-        self._ended.wait(max(0.0, self._started + timeout - time.monotonic()))
+            give_up_at = self._started + timeout
+        self._ended.wait(max(0.0, give_up_at - time.monotonic()))
         if self.encoding is None:
             self._warn()
         return self.encoding
