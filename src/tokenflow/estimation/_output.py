@@ -112,24 +112,19 @@ class ScoredEstimator(ABC):
         output_tokens = token_count(output_tokens, "output_tokens")
         self._score.add(request.input_tokens, self.estimate(request).tokens, output_tokens)
 
-    def _capped(self, request: Request, tokens: float) -> int:
-        """`tokens` of one choice, as tokens for the whole request."""
+    def _hand_out(self, request: Request, tokens: float, confidence: float) -> OutputEstimate:
         wanted = math.ceil(tokens * self._margin * request.choices)
         declared = request.max_output_tokens
-        return wanted if declared is None else min(wanted, declared * request.choices)
-
-    def _hand_out(self, request: Request, tokens: float, confidence: float) -> OutputEstimate:
-        capped, declared = self._capped(request, tokens), request.max_output_tokens
-        if declared is not None and capped == declared * request.choices:
-            confidence = 1.0
-        return OutputEstimate(capped, confidence)
+        if declared is None or wanted < declared * request.choices:
+            return OutputEstimate(wanted, confidence)
+        return OutputEstimate(declared * request.choices, 1.0)
 
     def statistics(self) -> EstimateStatistics:
         """How the estimates compare with what was observed, over all calls."""
         return self._score.statistics()
 
     def __repr__(self) -> str:
-        score = self._score.statistics()
+        score = self.statistics()
         return (
             f"<{type(self).__name__} calls={score.calls} coverage={score.coverage:.3f} "
             f"ratio={score.ratio:.3f}>"

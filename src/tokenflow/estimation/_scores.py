@@ -76,6 +76,14 @@ class Score:
         self.output += output
         self.ratios.append(estimated / (output or 1))
 
+    def absorb(self, other: Score) -> None:
+        """Add the totals of `other`; its error ratios stay its own."""
+        self.calls += other.calls
+        self.under += other.under
+        self.input += other.input
+        self.estimated += other.estimated
+        self.output += other.output
+
     def statistics(self) -> EstimateStatistics:
         """A frozen copy, with the quantiles worked out. O(r log r) in the ratios kept."""
         ratios = sorted(self.ratios) or [0.0]
