@@ -262,9 +262,11 @@ class TestHistorical:
 
     def test_a_model_of_ones_own_as_prior_is_used_while_there_is_no_history(self) -> None:
         told: list[tuple[int, bool]] = []
+        asked: list[int] = []
 
         class Tenth:
             def estimate(self, request: Request) -> OutputEstimate:
+                asked.append(request.input_tokens)
                 return OutputEstimate(request.input_tokens // 10, 0.8)
 
             def observe(
@@ -277,6 +279,8 @@ class TestHistorical:
         for output in (10, 20, 30):
             estimator.observe(ASK, output, truncated=output == 20)
         assert told == [(10, False), (20, True)]
+        estimator.estimate(ASK)
+        assert len(asked) == 3  # once for the estimate, once for each observation
 
     def test_keys_are_bounded_and_the_longest_unused_goes(self) -> None:
         estimator = HistoricalEstimator(max_keys=3)

@@ -32,8 +32,8 @@ class HistoricalEstimator(ScoredEstimator):
     *The promise*: on any stream of calls whose outputs differ, drifting or
     jumping, the share of under-estimated ones converges to 1 - `quantile`. The
     level that is read off the window is corrected after each call by whether the
-    estimate held (see `History`), so a window that has gone stale shows for tens
-    of calls, not thousands. `margin` and declared maxima come on top of that and
+    estimate held (see `History`), so an abrupt change shows for some hundred calls,
+    not until the window has turned over. `margin` and declared maxima come on top of that and
     can only lower the share (a margin below 1.0 raises it). Estimates are judged
     as they stand when the call is observed.
 
@@ -100,15 +100,15 @@ class HistoricalEstimator(ScoredEstimator):
         history = self._histories.get(_key(request))
         if history is not None and history.weight == 1.0:
             return self._hand_out(request, history.tokens, self._quantile)
+        prior = self._prior.estimate(request)
         weight = history.weight if history else 0.0
-        prior = self._prior.estimate(request).confidence
-        confidence = prior + weight * (self._quantile - prior)
-        return self._hand_out(request, self._blend(history, request), confidence)
+        confidence = prior.confidence + weight * (self._quantile - prior.confidence)
+        return self._hand_out(request, self._blend(history, request, prior), confidence)
 
-    def _blend(self, history: History | None, request: Request) -> float:
+    def _blend(self, history: History | None, request: Request, prior: OutputEstimate) -> float:
         """Tokens for one choice while there is little history or none."""
-        prior = self._prior.estimate(request).tokens / request.choices * self._scale
-        return prior + history.weight * (history.tokens - prior) if history else prior
+        guess = prior.tokens / request.choices * self._scale
+        return guess + history.weight * (history.tokens - guess) if history else guess
 
     def observe(self, request: Request, output_tokens: int, *, truncated: bool = False) -> None:
         """Learn that `request` ended with `output_tokens`, over all its choices.
@@ -123,7 +123,9 @@ class HistoricalEstimator(ScoredEstimator):
             return
         history = self._touch(_key(request))
         cold = history.weight < 1.0
-        tokens = self._blend(history, request) if cold else history.tokens
+        tokens: float = history.tokens
+        if cold:
+            tokens = self._blend(history, request, self._prior.estimate(request))
         estimated = math.ceil(tokens * self._margin * request.choices)
         if declared is not None:
             estimated = min(estimated, declared * request.choices)
