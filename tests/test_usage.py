@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenflow._usage import Request, Usage, token_count
+from tokenflow._usage import (
+    Request,
+    Usage,
+    positive_int,
+    positive_seconds,
+    seconds,
+    token_count,
+)
 from tokenflow._wire import UsageReader
 
 counts = st.integers(0, 1 << 40)
@@ -32,6 +39,30 @@ class TestTokenCount:
     def test_refuses_negative(self) -> None:
         with pytest.raises(ValueError, match="n must be an int >= 0, not -1"):
             token_count(-1, "n")
+
+    def test_positive(self) -> None:
+        assert positive_int(1, "n") == 1
+        with pytest.raises(ValueError, match="n must be at least 1, not 0"):
+            positive_int(0, "n")
+
+
+class TestSeconds:
+    def test_accepts_finite_numbers(self) -> None:
+        assert (seconds(0, "wait"), positive_seconds(1, "wait")) == (0.0, 1.0)
+
+    @pytest.mark.parametrize("value", [True, "1", None])
+    def test_refuses_other_types(self, value: object) -> None:
+        with pytest.raises(TypeError, match="wait must be a number of seconds"):
+            seconds(value, "wait")
+
+    @pytest.mark.parametrize("value", [-1, float("inf"), float("nan")])
+    def test_refuses_other_numbers(self, value: float) -> None:
+        with pytest.raises(ValueError, match="wait must be a finite number of seconds >= 0"):
+            seconds(value, "wait")
+
+    def test_refuses_zero_where_it_makes_no_sense(self) -> None:
+        with pytest.raises(ValueError, match="wait must be more than 0 seconds, not 0"):
+            positive_seconds(0, "wait")
 
 
 class TestUsage:
