@@ -173,7 +173,7 @@ class TiktokenCounter(_Counter):
         """Load the vocabulary in a thread, if it is not loaded; tries again after a failure.
 
         Returns after `load_timeout` seconds at the latest; `exact` tells how it went.
-        Do it before there is traffic: for its last step, 0.1 to 0.2 s, tiktoken keeps
+        Do it before there is traffic: for its last step, 0.2 s and more, tiktoken keeps
         the interpreter to itself, and no thread helps against that.
         """
         await to_thread.run_sync(self._prepare, abandon_on_cancel=True)
