@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import importlib
 import random
-import re
 import resource
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+from _report import environment, publish, table
 from _traces import Trace, load, synthetic
 
 from tokenflow import (
@@ -55,9 +55,8 @@ def rounds(contenders: dict[str, Callable[[], object]], count: int) -> dict[str,
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [f"### {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+def titled(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    return f"### {title}\n\n{table(header, [[str(cell) for cell in row] for row in rows])}"
 
 
 class Plain:
@@ -121,7 +120,7 @@ def speed_of_estimators(trace: Trace, count: int) -> str:
     rates = {name: len(part[name]) / seconds[name] for name in estimators}
     ours = rates["`HistoricalEstimator`"]
     rows = [(name, f"{rate:,.0f}", f"{rate / ours:.2f}") for name, rate in rates.items()]
-    return table(
+    return titled(
         "Estimate and observe, one call after the other, full windows",
         ("estimator", "calls per second", "relative"),
         rows,
@@ -151,7 +150,7 @@ def quality(traces: dict[str, Trace]) -> str:
             rows.append(
                 (name, what, f"{under:.2f} %", f"{seen.ratio:.3f}", f"{seen.error_p50:.1f}")
             )
-    return table(
+    return titled(
         "How good the estimates are, in arrival order",
         ("trace", "estimator", "under-estimated", "sum estimated / actual, input + output", "p50"),
         rows,
@@ -166,7 +165,7 @@ def abrupt_changes(traces: dict[str, Trace]) -> str:
         (change, f"{sum(misses(estimator, trace)[:2000]) / 20:.1f} %")
         for change, trace in ((f"{two} to {one}", first), (f"{one} to {two}", second))
     ]
-    return table(
+    return titled(
         "Under-estimated in the 2,000 calls after an abrupt change, promised 10 %",
         ("change", "under-estimated"),
         rows,
@@ -176,7 +175,7 @@ def abrupt_changes(traces: dict[str, Trace]) -> str:
 def distinct_tasks(calls: int) -> str:
     shown = in_a_process_of_its_own("distinct", calls)
     kept, grown, under = shown.split(",")
-    return table(
+    return titled(
         "Task names that never come twice",
         ("names", "keys kept", "memory grown over the last nine tenths", "under-estimated"),
         [(f"{calls:,}", kept, f"{float(grown):.1f} MB", f"{float(under):.1f} %")],
@@ -243,7 +242,7 @@ def speed_of_counters(size: int, count: int) -> str:
         (name, f"{size / taken / 1e6:,.1f}", f"{ours / taken:,.1f}", _off(counted[name], exact))
         for name, taken in seconds.items()
     ]
-    return table(
+    return titled(
         f"Counting {size / 1e6:g} MB of prose (cl100k)",
         ("counter", "MB per second", "relative", "off by"),
         rows,
@@ -320,29 +319,14 @@ def stalls(size: int, count: int) -> str:
         (labels[what], f"{statistics.median(times):.1f} ms", f"{max(times):.1f} ms")
         for what, times in seen.items()
     ]
-    return table(
+    return titled(
         "Longest stall of the event loop (asyncio)", ("meanwhile", "median", "worst"), rows
     )
 
 
-def publish(section: str) -> None:
-    """Replace this benchmark's part of docs/performance.md; others own the rest."""
-    page = ROOT / "docs" / "performance.md"
-    text = page.read_text() if page.is_file() else "# Performance\n"
-    begin, end = "<!-- estimation:begin -->", "<!-- estimation:end -->"
-    block = f"{begin}\n{section}\n{end}"
-    if begin in text:
-        text = re.sub(f"{begin}.*?{end}", lambda _: block, text, flags=re.DOTALL)
-    else:
-        text = f"{text.rstrip()}\n\n{block}\n"
-    page.parent.mkdir(exist_ok=True)
-    page.write_text(text)
-
-
 def sections(traces: dict[str, Trace], quick: bool) -> Iterator[str]:
-    """One after the other, as they are done."""
     count = 3 if quick else 7
-    yield "## Estimating and counting"
+    yield f"## Estimating and counting\n\n{environment()} Speeds are medians of CPU time."
     yield speed_of_estimators(next(iter(traces.values())), count)
     yield quality(traces)
     if len(traces) > 1:
@@ -370,12 +354,7 @@ def main() -> None:
             "synthetic code": synthetic(9_000, **CODE, seed=1),
             "synthetic chat": synthetic(19_000, **CHAT, seed=2),
         }
-    done = []
-    for section in sections(traces, asked.quick):
-        print(section, end="\n\n", flush=True)
-        done.append(section)
-    if not asked.quick:
-        publish("\n\n".join(done))
+    publish("estimation", "\n\n".join(sections(traces, asked.quick)), quick=asked.quick)
 
 
 if __name__ == "__main__":

@@ -570,18 +570,12 @@ def test_examples_in_docstrings(module: str) -> None:
     assert (failed, bool(tried)) == (0, True)
 
 
-@pytest.mark.parametrize("given_one", [True, False], ids=["trace", "invented"])
-def test_the_calibration_example_runs(
-    given_one: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_the_calibration_example_reads_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example = Path(__file__).parent.parent / "examples" / "calibrate.py"
     file = tmp_path / "trace.csv"
     file.write_bytes(b"TIMESTAMP,ContextTokens,GeneratedTokens\r\n0,100,10\r\n1,200,20")
-    monkeypatch.setattr(sys, "argv", [str(example), *(["--trace", str(file)] if given_one else [])])
+    monkeypatch.setattr(sys, "argv", [str(example), "--trace", str(file)])
     runpy.run_path(str(example), run_name="__main__")
-    shown = capsys.readouterr().out
-    assert shown.startswith("2 calls" if given_one else "12,000 calls")
-    assert "historical 0.9, margin 1.1" in shown
+    assert capsys.readouterr().out.startswith("2 calls")
