@@ -9,6 +9,19 @@ from ._errors import (
     WaitTimeout,
 )
 from ._usage import QuotaStatus, RateLimitStatus, Request, Usage
+from .estimation import (
+    ApproximateCounter,
+    EstimateKey,
+    EstimateStatistics,
+    HistoricalEstimator,
+    HuggingFaceCounter,
+    MaxTokensEstimator,
+    OutputEstimate,
+    OutputEstimator,
+    TaskEstimator,
+    TiktokenCounter,
+    TokenCounter,
+)
 from .limits import (
     FairShare,
     Fifo,
@@ -21,11 +34,19 @@ from .limits import (
 )
 
 __all__ = [
+    "ApproximateCounter",
     "BatchError",
+    "EstimateKey",
+    "EstimateStatistics",
     "FairShare",
     "Fifo",
+    "HistoricalEstimator",
+    "HuggingFaceCounter",
     "Lease",
+    "MaxTokensEstimator",
     "NoReplica",
+    "OutputEstimate",
+    "OutputEstimator",
     "QueueFull",
     "Quota",
     "QuotaStatus",
@@ -33,6 +54,9 @@ __all__ = [
     "Request",
     "RequestTooLarge",
     "SmallestFirst",
+    "TaskEstimator",
+    "TiktokenCounter",
+    "TokenCounter",
     "TokenLimits",
     "TokenRateLimiter",
     "TokenSemaphore",

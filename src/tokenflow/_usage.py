@@ -115,6 +115,26 @@ class Usage:
                 f"{self.input_tokens}: both are parts of the input, so count them there too"
             )
 
+    @classmethod
+    def from_response(cls, response: object) -> Usage:
+        """Read what a call has used from its response, in any provider's shape.
+
+        `response` is a dictionary or an SDK's object: a whole response, one chunk or
+        event of a stream, a list of them (each number counts once, at its largest),
+        a usage taken out of its response, or a `Usage`, which is returned as it is.
+        Known are chat completions, Responses, embeddings, Anthropic messages, Gemini,
+        Cohere, Bedrock's Converse, and whoever imitates them.
+
+        >>> Usage.from_response({"usage": {"prompt_tokens": 90, "completion_tokens": 7}})
+        Usage(input_tokens=90, output_tokens=7)
+
+        Raises:
+            ValueError: there is none in it: keep the estimate then.
+        """
+        from ._wire import read_usage  # it imports this module
+
+        return read_usage(response)
+
     @property
     def total_tokens(self) -> int:
         """Input plus output."""
@@ -165,11 +185,28 @@ class Request:
     content: object = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        token_count(self.input_tokens, "input_tokens")
-        if self.max_output_tokens is not None:
-            token_count(self.max_output_tokens, "max_output_tokens")
-        if token_count(self.choices, "choices") < 1:
+        for name in ("input_tokens", "choices", "max_output_tokens"):
+            value = getattr(self, name)
+            unknown = value is None and name == "max_output_tokens"
+            if not unknown and (type(value) is not int or value < 0):
+                object.__setattr__(self, name, token_count(value, name))
+        if self.choices < 1:
             raise ValueError("choices must be at least 1, not 0")
+
+    @classmethod
+    def from_body(cls, body: object, *, input_tokens: int, task: str | None = None) -> Request:
+        """Read the model, the declared maximum and the choices from a request's body.
+
+        `body` is what is sent, as a dictionary or an object, in any of the dialects
+        `Usage.from_response` knows. Where several maxima are given, as `max_tokens`
+        beside `max_completion_tokens`, the largest counts.
+
+        >>> Request.from_body({"model": "gpt-5", "max_tokens": 9, "n": 2}, input_tokens=80)
+        Request(input_tokens=80, max_output_tokens=9, task=None, model='gpt-5', choices=2)
+        """
+        from ._wire import read_request  # it imports this module
+
+        return read_request(body, input_tokens=input_tokens, task=task)
 
 
 @final
