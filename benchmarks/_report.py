@@ -19,9 +19,13 @@ peers ran in the same run, in turns. Where a target was not met, the table says 
 
 
 def arguments(description: str | None) -> argparse.Namespace:
-    """`--quick` is for trying a benchmark out: its numbers are printed, and published nowhere."""
+    """`--quick` is for trying a benchmark out: its numbers are printed, and published nowhere.
+
+    All take `--trace`, so that `make bench` can pass it on to those that have a use for it.
+    """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="less exact; leaves the docs alone")
+    parser.add_argument("--trace", type=Path, help="a CSV trace, or a directory of them")
     return parser.parse_args()
 
 

@@ -332,11 +332,11 @@ class TokenRateLimiter(Limiter):
         """
         if not isinstance(status, RateLimitStatus):
             raise TypeError(f"observe takes a RateLimitStatus, not {status!r}")
-        now = guard(self._all_gates()).now()
         for quota_status in status.quotas:
             ledgers = self._observed(quota_status)
             if ledgers is not None:
                 gate = ledgers.gate(tenant)
+                now = guard([gate]).now()
                 largest = gate.largest()
                 gate.observe(quota_status, now)
                 changed([gate], now, lowered=gate.largest() < largest)
