@@ -171,14 +171,16 @@ class Waiter:
 class Turnstile:
     """A gate, and those who stand at it: per limiter, its paths sorted by their heads' keys."""
 
-    __slots__ = ("__weakref__", "gate", "lines", "paths", "pid", "run")
+    __slots__ = ("__weakref__", "epoch", "gate", "home", "lines", "paths", "pid", "run")
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
         self.lines: dict[Queue, list[tuple[Key, Path]]] = {}
         self.paths: WeakSet[Path] = WeakSet()
         self.run: Run | None = None
+        self.epoch = 0  # how often what was in flight has been given up
         self.pid = os.getpid()
+        self.home: tuple[dict[Hashable, Turnstile], Hashable] | None = None  # where it is kept
 
     def first(self) -> Path:
         """The earliest of those who stand here."""
@@ -256,8 +258,15 @@ class Turnstile:
             path.drop()
         if self.gate.in_flight:
             self.gate.give_up()
+            self.epoch += 1
             for path in list(self.paths):
-                path.epoch += 1
+                path.epochs = path.read_epochs()
+
+    def keep(self) -> None:
+        """Be remembered by its limiter again, which may have forgotten it while it was idle."""
+        if self.home is not None:
+            turnstiles, key = self.home
+            turnstiles[key] = self
 
     def now(self) -> float:
         """The time by which its gate goes, from anywhere."""
@@ -332,8 +341,9 @@ class Path:
         "_heap",
         "_key",
         "_variants",
+        "backfills",
         "counts_int",
-        "epoch",
+        "epochs",
         "gates",
         "held",
         "is_running",
@@ -354,6 +364,7 @@ class Path:
         self.turnstiles = [turnstile(gate) for gate in {id(gate): gate for gate in gates}.values()]
         self.gates = [t.gate for t in self.turnstiles]
         self.timed = any(gate.timed for gate in self.gates)
+        self.backfills = queue.order.backfill and self.timed
         self.plain = plain_costs(self.gates)
         self.only = self.gates[0] if len(self.gates) == 1 and not self.shares else None
         self.counts_int = self.plain == [True]  # the one gate's cost is the int itself
@@ -361,7 +372,7 @@ class Path:
         self.run: Run | None = None
         self.thread = 0  # of the run, and
         self.is_running: Callable[[], bool] = bool  # is it going on? Kept here for the fast path
-        self.epoch = 0  # grows when what is in flight at one of the gates is given up
+        self.epochs = self.read_epochs()
         self._heap: list[tuple[Key, Waiter]] = []
         self._armed: Waiter | None = None  # who has an alarm set for its gates
         self._dead = 0
@@ -381,6 +392,10 @@ class Path:
             path = self._variants[needs] = Path(self.queue, self.gates)
         return path
 
+    def read_epochs(self) -> tuple[int, ...]:
+        """The turnstiles' epochs: a lease of others holds nothing in flight there any more."""
+        return tuple(each.epoch for each in self.turnstiles)
+
     def extend(self, gate: Gate) -> None:
         """One more gate, for calls admitted from now on."""
         each = turnstile(gate)
@@ -390,6 +405,7 @@ class Path:
         self.plain = plain_costs(self.gates)
         self.only = None
         self.counts_int = False
+        self.epochs = self.read_epochs()
         each.paths.add(self)
         self.leave_run()
         for _, waiter in self._heap:
@@ -445,7 +461,7 @@ class Path:
         heappush(self._heap, (waiter.key, waiter))
         if self._heap[0][1] is waiter:
             settle(self._step_back(), (self,), now)
-        elif self.queue.order.backfill and self.waiting <= _BACKFILL + 1:
+        elif self.backfills and self.waiting <= _BACKFILL + 1:
             settle((), (self,), now)
 
     def leave(self, waiter: Waiter, now: float) -> None:
@@ -517,26 +533,47 @@ class Path:
         for gate, charge in zip(self.gates, charges, strict=True):
             gate.undo(charge, now)
 
-    def attempt(self, now: float) -> list[Turnstile]:
-        """Try the head, and while nobody else stands at these gates the next ones.
+    def attempt(self, now: float, *, crowded: bool) -> list[Turnstile]:
+        """Try the head, and while nobody else is at these gates the next ones.
 
+        `crowded`: other heads, which stand nowhere yet, are to be tried in this step.
         Returns the turnstiles at which it stood, and now does not.
         """
         stood = self.stands
         company = self._has_company()
         while self._heap:
             key, head = self._heap[0]
-            refused, known, wake = self._refusals(head, now, company)
+            refused, _, wake = self._refusals(head, now, company)
             if refused:
                 self._stand(refused, key)
-                if known < math.inf and self.queue.order.backfill and self.waiting > 1:
-                    wake = min(wake, self._backfill(head, known, now, company))
                 self._arm(head, wake)
                 return [] if refused == stood else [e for e in stood if e not in refused]
             self._grant(head, self.charge(head.costs, now))
-            if company:
+            if company or crowded:
                 break
         return self._step_back()
+
+    def fill_gaps(self, now: float) -> None:
+        """Backfill: let later calls go that leave the head's known instant alone.
+
+        Each is charged tentatively, and undone if the instant moves. The head's
+        alarm is for whichever comes first, its own instant or that of one of them.
+        """
+        head, company = self.head, self._has_company()
+        _, known, wake = self._refusals(head, now, company)
+        if known == math.inf:
+            return
+        for waiter in self._behind_head():
+            refused, ready, _ = self._refusals(waiter, now, company)
+            if refused:
+                wake = min(wake, ready)
+                continue
+            charges = self.charge(waiter.costs, now)
+            if self.ready_at(head.costs, now) <= known:
+                self._grant(waiter, charges)
+            else:
+                self.undo(charges, now)
+        self._arm(head, wake)
 
     def _has_company(self) -> bool:
         """Does anybody else stand at one of these gates?"""
@@ -574,24 +611,6 @@ class Path:
                 known = max(known, ready)
                 wake = min(wake, ready)
         return refused, known, wake
-
-    def _backfill(self, head: Waiter, known: float, now: float, company: bool) -> float:
-        """Let later calls go that leave the head's known instant alone.
-
-        Returns the next instant at which one of them may have a chance.
-        """
-        wake = math.inf
-        for waiter in self._behind_head():
-            refused, ready, _ = self._refusals(waiter, now, company)
-            if refused:
-                wake = min(wake, ready)
-                continue
-            charges = self.charge(waiter.costs, now)
-            if self.ready_at(head.costs, now) <= known:
-                self._grant(waiter, charges)
-            else:
-                self.undo(charges, now)
-        return wake
 
     def _behind_head(self) -> list[Waiter]:
         """The next 16 in their order, out of a heap that stays as it is."""
@@ -665,12 +684,15 @@ def settle(changed: Iterable[Turnstile], fresh: Collection[Path], now: float) ->
     """
     opened = [each for each in changed if each.lines]
     untried = [path for path in fresh if path.waiting] if fresh else []
+    gaps: list[Path] = []
     while opened or untried:
         path = _earliest(opened, untried)
         if path in untried:
             untried.remove(path)
-        left = path.attempt(now)
+        left = path.attempt(now, crowded=bool(untried))
         if path.stands:
+            if path.backfills and path not in gaps:
+                gaps.append(path)
             opened = [
                 e for e in opened if e.lines and (e.first() is not path or e not in path.stands)
             ]
@@ -679,6 +701,9 @@ def settle(changed: Iterable[Turnstile], fresh: Collection[Path], now: float) ->
             untried += [path] if path.waiting else []
         if left:
             opened += [each for each in left if each.lines and each not in opened]
+    for path in gaps:  # once everybody stands where others can see it
+        if path.waiting > 1:
+            path.fill_gaps(now)
 
 
 def _earliest(opened: list[Turnstile], untried: list[Path]) -> Path:

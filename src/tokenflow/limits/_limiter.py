@@ -61,7 +61,7 @@ class Lease:
     __slots__ = (
         "_charges",
         "_costs",
-        "_epoch",
+        "_epochs",
         "_limiter",
         "_max_wait",
         "_path",
@@ -82,7 +82,7 @@ class Lease:
     _path: Path
     _costs: list[int]
     _charges: list[Any]
-    _epoch: int
+    _epochs: tuple[int, ...]
     _waited: float
 
     def __init__(
@@ -98,7 +98,7 @@ class Lease:
         self.priority: int = priority
         self.tenant: Hashable = tenant
         self._max_wait = max_wait
-        self._state: Literal["asked", "held", "released", "cancelled"] = "asked"
+        self._state: Literal["asked", "waiting", "held", "released", "cancelled"] = "asked"
         self._reconciled = False
 
     @property
@@ -154,16 +154,15 @@ class Lease:
         self._state = "released"
         if not self._reconciled:
             path.queue.unreconciled += 1
-        if self._epoch == path.epoch:
-            crowded = False
-            charges = self._charges
-            for i, held in path.held:
-                if i < len(charges):  # or the gate came later
-                    held.gate.release(charges[i])
-                    if held.lines:
-                        crowded = True
-            if crowded:
-                settle(path.turnstiles, (), path.enter().now())
+        charges, epochs = self._charges, self._epochs
+        crowded = False
+        for i, held in path.held:
+            if i < len(charges) and epochs[i] == held.epoch:  # else it came later, or gave up
+                held.gate.release(charges[i])
+                if held.lines:
+                    crowded = True
+        if crowded:
+            settle(path.turnstiles, (), path.enter().now())
 
     def cancel(self) -> None:
         """It was never sent: free what is in flight and take back all charges still in windows.
@@ -175,8 +174,9 @@ class Lease:
         path = self._path
         now = path.enter().now()
         self._state = "cancelled"
-        for gate, charge in self._live_charges():
-            gate.undo(charge, now)
+        for i, charge in enumerate(self._charges):
+            if self._counts(i):
+                path.gates[i].undo(charge, now)
         if path.queue.order.shares:
             path.queue.order.settle(self.tenant, -self.tokens)
         _settle_path(path)
@@ -186,23 +186,23 @@ class Lease:
         self._path = path
         self._costs = costs
         self._charges = charges
-        self._epoch = path.epoch
+        self._epochs = path.epochs
         self._state = "held"
 
-    def _live_charges(self) -> list[tuple[Gate, Any]]:
-        """All but what was in flight in a run that has ended: that was given up with it."""
-        counts = self._epoch == self._path.epoch
-        pairs = zip(self._path.gates, self._charges, strict=False)
-        return [(gate, charge) for gate, charge in pairs if counts or not gate.in_flight]
+    def _counts(self, i: int) -> bool:
+        """Not where it was in flight in a run that has ended: that was given up with it."""
+        each = self._path.turnstiles[i]
+        return not each.gate.in_flight or self._epochs[i] == each.epoch
 
     def _correct(self, usage: int | Usage, costs: list[int]) -> None:
         path = self._path
         now = path.enter().now()
-        counts = self._state == "held" and self._epoch == path.epoch
+        released = self._state == "released"
         for i, held in enumerate(self._costs):
-            gate = path.gates[i]
-            if costs[i] != held and (counts or not gate.in_flight):
-                self._charges[i] = gate.correct(self._charges[i], costs[i], now)
+            each = path.turnstiles[i]
+            if costs[i] != held and self._counts(i) and not (released and each.gate.in_flight):
+                self._charges[i] = each.gate.correct(self._charges[i], costs[i], now)
+                each.keep()
         before = self.tokens
         self.usage, self._costs = usage, costs[: len(self._charges)]  # a gate may have come later
         if path.queue.order.shares:
@@ -223,7 +223,7 @@ class Lease:
         self._max_wait = None if max_wait == math.inf else max_wait
 
     def _expect_held(self, what: str) -> None:
-        if self._state == "asked":
+        if self._state in ("asked", "waiting"):
             raise RuntimeError(
                 f"{what} before anything is reserved: enter `async with limiter.reserve(...)` first"
             )
@@ -259,9 +259,10 @@ class Lease:
                 self._path = path
                 self._costs = costs
                 self._charges = [gate.charge(amount, now)]
-                self._epoch = path.epoch
+                self._epochs = path.epochs
                 self._state = "held"
                 return self
+        self._state = "waiting"
         await limiter._wait(path, self, costs, run)
         return self
 
@@ -286,7 +287,7 @@ class Lease:
         self.release()
 
     def __del__(self) -> None:
-        if self._state == "held" and self._epoch == self._path.epoch:
+        if self._state == "held" and all(map(self._counts, range(len(self._charges)))):
             warnings.warn(
                 f"{self!r} was dropped without being released: what it holds stays in use; "
                 "write `with lease:` or call lease.release()",

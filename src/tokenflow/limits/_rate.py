@@ -216,8 +216,9 @@ class _Ledgers:
 
     def _new(self, key: Hashable) -> Turnstile:
         if len(self._turnstiles) >= self._sweep_at:
-            items = self._turnstiles.items()
-            self._turnstiles = {t: each for t, each in items if not _gate(each).is_idle(each.now())}
+            for tenant, each in list(self._turnstiles.items()):
+                if _gate(each).is_idle(each.now()):
+                    del self._turnstiles[tenant]
             self._sweep_at = max(_SWEEP, 2 * len(self._turnstiles))
         quota = self.quota
         gate = WindowGate(
@@ -231,6 +232,7 @@ class _Ledgers:
         )
         gate.limit = self._limit
         new = self._known[key] = turnstile(gate)
+        new.home = (self._turnstiles, key)
         return new
 
 

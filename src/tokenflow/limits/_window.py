@@ -317,6 +317,8 @@ class WindowGate:
             tokens -= given
             if slot - self._base >= self._first:
                 self._give_back(slot - self._base, given)
+            if given:  # no longer what it was: nothing to restore to the bit
+                clear_after = math.nan
             pieces.append((slot, amount - given, joined, before, clear_at, clear_after))
         return tuple(reversed(pieces))
 
