@@ -41,6 +41,8 @@ class WaitTimeout(TokenflowError, TimeoutError):
     """The wait would exceed `max_wait`, or did; nothing was charged.
 
     `retry_after` is in seconds, and None where only a release by another call helps.
+    It is the earliest that the limits allow: those who wait already come first, so
+    add some jitter when you pass it on.
     """
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
@@ -52,7 +54,7 @@ class WaitTimeout(TokenflowError, TimeoutError):
 class QueueFull(TokenflowError):
     """The limiter already has `max_waiting` calls in its queue; nothing was charged.
 
-    `retry_after` is in seconds, and None where only a release by another call helps.
+    `retry_after` as for `WaitTimeout`.
     """
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import final
 
 __all__ = [
@@ -63,7 +63,9 @@ def known_count(value: object) -> int | None:
 
 def known_seconds(value: object) -> float | None:
     """What a server said, if it is a time at all: else it is unknown."""
-    return value if type(value) in (int, float) and 0 <= value < math.inf else None  # type: ignore[operator,return-value]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if 0 <= value < math.inf else None
 
 
 def positive_seconds(value: object, name: str) -> float:
@@ -154,13 +156,11 @@ class Usage:
         return self if other == 0 else NotImplemented
 
     def __repr__(self) -> str:
-        shown = [f"{name}={getattr(self, name)}" for name in _COUNTS if getattr(self, name)]
-        if self.requests == 1:
-            shown.remove("requests=1")
-        elif self.requests == 0:
-            shown.append("requests=0")
-        if self.max_output_tokens is not None:
-            shown.append(f"max_output_tokens={self.max_output_tokens}")
+        shown = [
+            f"{each.name}={value}"
+            for each in fields(self)
+            if (value := getattr(self, each.name)) != each.default
+        ]
         return f"Usage({', '.join(shown)})"
 
 

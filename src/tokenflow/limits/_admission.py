@@ -91,10 +91,10 @@ class Booking(Protocol):
     def tokens(self) -> int: ...
 
     def _book(self, path: Path, costs: list[int], charges: list[Any]) -> None:
-        """It is charged."""
+        """Take what the grant step has charged."""
 
     def cancel(self) -> None:
-        """It is not wanted any more."""
+        """Give all of it back: the caller is gone."""
 
 
 @final
@@ -253,6 +253,10 @@ class Turnstile:
                 "there, with anyio.from_thread.run_sync, or give each loop its own limiter"
             )
 
+    def is_in_open_run(self) -> bool:
+        """Is it used by a loop that may go on, though it has stopped? That one keeps its gates."""
+        return self.run is not None and self.run is not OUTSIDE and not self.run.has_ended()
+
     def _give_up(self) -> None:
         for path in list(self.paths):
             path.drop()
@@ -293,9 +297,8 @@ def enter_all(turnstiles: Sequence[Turnstile]) -> Run:
     run = current_run()
     for each in turnstiles:
         each.refuse_other_run(run)
-    if run is None:  # a loop that has stopped, but may go on, keeps its gates
-        runs = (each.run for each in turnstiles)
-        run = next((run for run in runs if run is not None and not run.has_ended()), OUTSIDE)
+    if run is None:
+        run = next((each.run for each in turnstiles if each.is_in_open_run()), None) or OUTSIDE
     _warn_of_fork(turnstiles)
     for each in turnstiles:
         each.enter(run)
@@ -340,6 +343,7 @@ class Path:
         "_dead",
         "_heap",
         "_key",
+        "_reach",
         "_variants",
         "backfills",
         "counts_int",
@@ -378,12 +382,17 @@ class Path:
         self._dead = 0
         self._key: Key = ()  # under which it stands
         self._variants: dict[tuple[bool, ...], Path] = {}
+        self._reach: Key | None = None  # the last that may backfill; None: all may
         self.stands: list[Turnstile] = []
         for each in self.turnstiles:
             each.paths.add(self)
 
     def needed(self, costs: Sequence[int]) -> Path:
-        """The path of a call that costs nothing at some of these gates: it does not wait there."""
+        """The path on which a call queues that costs nothing at some of these gates.
+
+        Its own heap over the same gates, so that it does not wait behind calls that
+        wait for those.
+        """
         if 0 not in costs:
             return self
         needs = tuple(cost > 0 for cost in costs)
@@ -461,7 +470,7 @@ class Path:
         heappush(self._heap, (waiter.key, waiter))
         if self._heap[0][1] is waiter:
             settle(self._step_back(), (self,), now)
-        elif self.backfills and self.waiting <= _BACKFILL + 1:
+        elif self._is_in_reach(waiter):
             settle((), (self,), now)
 
     def leave(self, waiter: Waiter, now: float) -> None:
@@ -471,6 +480,12 @@ class Path:
         self._bury()
         if was_head:
             settle(self._step_back(), (self,), now)
+        elif self._is_in_reach(waiter):  # another one moves up, and may go
+            settle((), (self,), now)
+
+    def _is_in_reach(self, waiter: Waiter) -> bool:
+        """Is it among those who may go before the head?"""
+        return self.backfills and (self._reach is None or waiter.key <= self._reach)
 
     def drop(self) -> None:
         """Forget all waiters, without waking them: their run is over."""
@@ -501,7 +516,7 @@ class Path:
             if cost > (largest := gate.largest()):
                 return RequestTooLarge(
                     f"a cost of {cost:,} can never pass {gate!r}: at most {largest:,} fit; split "
-                    'the call, raise the limit, or pass oversize="alone" to let it go alone',
+                    'the call, raise the limit, or make the limiter with oversize="alone"',
                     cost=cost,
                     limit=int(largest),
                 )
@@ -563,7 +578,9 @@ class Path:
         _, known, wake = self._refusals(head, now, company)
         if known == math.inf:
             return
-        for waiter in self._behind_head():
+        behind = self._behind_head()
+        self._reach = behind[-1].key if len(behind) == _BACKFILL else None
+        for waiter in behind:
             refused, ready, _ = self._refusals(waiter, now, company)
             if refused:
                 wake = min(wake, ready)
@@ -593,7 +610,9 @@ class Path:
     def _refusals(
         self, waiter: Waiter, now: float, company: bool
     ) -> tuple[list[Turnstile], float, float]:
-        """Which turnstiles refuse it, the instant from which none will, the next one to look at."""
+        """The turnstiles that refuse it; the instant by which all will have room (inf: unknown);
+        the first instant at which one of them has.
+        """
         refused: list[Turnstile] = []
         known, wake = -math.inf, math.inf
         alone = self.queue.alone
@@ -698,7 +717,8 @@ def settle(changed: Iterable[Turnstile], fresh: Collection[Path], now: float) ->
             ]
         else:
             opened = [each for each in opened if each.lines]
-            untried += [path] if path.waiting else []
+            if path.waiting:  # one was granted, and others may be earlier than the next
+                untried.append(path)
         if left:
             opened += [each for each in left if each.lines and each not in opened]
     for path in gaps:  # once everybody stands where others can see it

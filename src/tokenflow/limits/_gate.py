@@ -8,7 +8,7 @@ from typing import Any, Protocol, final
 
 from tokenflow._usage import Usage, token_count
 
-__all__ = ["CostFunction", "Gate", "InFlightGate", "cost_function", "plain_costs"]
+__all__ = ["CostFunction", "Gate", "InFlightGate", "cost_function", "plain_costs", "unit_name"]
 
 CostFunction = Callable[[int | Usage], int]
 
@@ -16,10 +16,10 @@ CostFunction = Callable[[int | Usage], int]
 class Gate(Protocol):
     """One ledger with one limit.
 
-    A gate is pure: no clock, no loop, no I/O; `now` is in seconds and never goes back,
-    except as `shift` says.
-    It does not know who waits. Whoever asks looks at `ready_at` first and books
-    with `charge` in the same synchronous step.
+    A gate is pure: no clock, no loop, no I/O. `now` is in seconds and, for a
+    `timed` gate, never goes back, except as `shift` says. It does not know who
+    waits: whoever asks looks at `ready_at` first and books with `charge` in the
+    same synchronous step. Changing a gate (its limit, say) wakes nobody.
 
     What `charge` and `correct` return is the gate's own record of a charge. It
     is handed back unchanged, and the latest one counts.
@@ -37,7 +37,7 @@ class Gate(Protocol):
     """Does a charge end with its lease (True), or stay until time takes it (False)?"""
 
     timed: bool
-    """Does it need the time? Gates that don't are called with `now` = 0."""
+    """Does it need the time? One that doesn't has to accept any `now`: it may be given 0."""
 
     def cost(self, cost: int | Usage, /) -> int:
         """What a call costs here, in this gate's unit; an int is total tokens.
@@ -67,7 +67,10 @@ class Gate(Protocol):
         """The call is over. Called for gates that are `in_flight` only."""
 
     def give_up(self) -> None:
-        """The run that all calls in flight belonged to is over; they will not be released."""
+        """The run that all calls in flight belonged to is over; they will not be released.
+
+        Called for gates that are `in_flight` only.
+        """
 
     def shift(self, seconds: float) -> None:
         """Another clock is used from now on: move all remembered times by so much."""
@@ -120,6 +123,11 @@ class InFlightGate:
 
     def __repr__(self) -> str:
         return f"<{self.used:,} of {self.limit:,} {self.of} in flight>"
+
+
+def unit_name(of: str | Callable[[Usage], int]) -> str:
+    """How a quota of this unit is called where it has no name of its own."""
+    return of if isinstance(of, str) else getattr(of, "__name__", "units")
 
 
 def cost_function(of: str | Callable[[Usage], int], *, declared: bool = False) -> CostFunction:
@@ -177,7 +185,7 @@ def _declared_output(cost: int | Usage) -> int:
 
 
 def _custom(function: Callable[[Usage], int]) -> CostFunction:
-    name = getattr(function, "__name__", repr(function))
+    name = unit_name(function)
 
     def cost(cost: int | Usage) -> int:
         return token_count(function(_usage(cost, name)), f"the result of {name}(usage)")

@@ -20,7 +20,7 @@ from tokenflow._usage import Usage, token_count
 
 from ._admission import Booking, Path, Queue, Waiter, enter_all, settle, turnstile
 from ._gate import Gate
-from ._order import FairShare, Fifo, Order, SmallestFirst
+from ._order import Fifo, Order
 from ._run import Bell, Run
 from ._window import WindowGate
 
@@ -55,7 +55,7 @@ class Lease:
     RuntimeError and changes nothing; after the run they work.
 
     A lease that is dropped without being released keeps what it holds and
-    raises a ResourceWarning.
+    warns (`ResourceWarning`); one that was never entered does too (`RuntimeWarning`).
     """
 
     __slots__ = (
@@ -114,13 +114,14 @@ class Lease:
     def progress(self, usage: int | Usage) -> None:
         """So much exists already (a stream): raise what is charged to it.
 
-        In flight and in the windows, even past the limits; never lowers.
+        In flight and in the windows, even past the limits; never lowers. After
+        `release` only windows are raised; after `cancel` it does nothing.
 
         Raises:
             TypeError, ValueError: a cost that makes no sense; nothing has changed.
         """
         self._expect_held("progress")
-        usage, costs = _priced(self._path, usage)
+        usage, costs = _priced(self._path, usage, "usage")
         if self._state != "cancelled":
             larger = max(usage, self.usage, key=_total)
             self._correct(larger, [max(pair) for pair in zip(costs, self._costs, strict=False)])
@@ -136,7 +137,7 @@ class Lease:
             TypeError, ValueError: a cost that makes no sense; nothing has changed.
         """
         self._expect_held("reconcile")
-        usage, costs = _priced(self._path, actual)
+        usage, costs = _priced(self._path, actual, "actual")
         if self._state != "cancelled":
             self._correct(usage, costs)
             self._reconciled = True
@@ -231,7 +232,12 @@ class Lease:
     async def __aenter__(self) -> Self:
         """Wait for room. `_admit`, for one gate and nothing on account, stands here unrolled."""
         if self._state != "asked":
-            raise RuntimeError("a reservation can be entered once: call reserve() again")
+            raise RuntimeError(
+                "a lease that is held already is released by plain `with lease:`"
+                if self._state == "held"
+                else "a reservation can be entered once: call reserve() again"
+            )
+        self._state = "waiting"
         if type(self.priority) is not int or self._max_wait is not None:
             self._check_options()
         limiter = self._limiter
@@ -262,7 +268,6 @@ class Lease:
                 self._epochs = path.epochs
                 self._state = "held"
                 return self
-        self._state = "waiting"
         await limiter._wait(path, self, costs, run)
         return self
 
@@ -287,6 +292,14 @@ class Lease:
         self.release()
 
     def __del__(self) -> None:
+        if self._state == "asked":
+            warnings.warn(
+                f"{self!r} was never entered, so that nothing was limited: write "
+                "`async with limiter.reserve(...)`, or `await limiter.acquire(...)`",
+                RuntimeWarning,
+                stacklevel=2,
+                source=self,
+            )
         if self._state == "held" and all(map(self._counts, range(len(self._charges)))):
             warnings.warn(
                 f"{self!r} was dropped without being released: what it holds stays in use; "
@@ -310,7 +323,8 @@ class Limiter:
     `tenant` is any hashable name, for fair sharing and for quotas `by="tenant"`.
     `max_wait` bounds the wait, in seconds: 0 refuses rather than waits. `model`,
     `affinity` and `region` are for routers; what does not concern a limiter, it
-    ignores.
+    ignores. An int counts as one request, 0 included; a call that costs 0 at every
+    gate goes at once. Not for deriving from: to limit something else, write a `Gate`.
 
     With room and nobody waiting nothing here yields to the event loop: a loop
     that does nothing but reserve starves its neighbours.
@@ -324,7 +338,7 @@ class Limiter:
     def __init__(self, *, order: Order, max_waiting: int | None, oversize: Oversize) -> None:
         if oversize not in ("raise", "alone"):
             raise ValueError(f'oversize must be "raise" or "alone", not {oversize!r}')
-        if not isinstance(order, (Fifo, SmallestFirst, FairShare)):
+        if not isinstance(order, Order):
             raise TypeError(f"order must be Fifo(), SmallestFirst() or FairShare(), not {order!r}")
         if max_waiting is not None:
             max_waiting = token_count(max_waiting, "max_waiting")
@@ -395,8 +409,14 @@ class Limiter:
         affinity: Hashable = None,
         region: str | None = None,
     ) -> Lease:
-        """Like `acquire`, but raises anyio.WouldBlock where that would wait."""
+        """Like `acquire`, but raises anyio.WouldBlock where that would wait.
+
+        Raises:
+            anyio.WouldBlock: no room, or somebody waits who goes before.
+            TypeError, ValueError, RequestTooLarge: as for `reserve`.
+        """
         lease = Lease(self, cost, priority, tenant, None)
+        lease._state = "waiting"
         lease._check_options()
         path = self._path(tenant)
         lease.usage, costs = _priced(path, cost)
@@ -405,7 +425,7 @@ class Limiter:
             waiter = self._join(path, lease, costs, now)
             if waiter.state == "queued":
                 waiter.path.leave(waiter, now)
-                raise anyio.WouldBlock
+                raise anyio.WouldBlock(f"no room for {_shown(cost)} at {self!r}")
         return lease
 
     def delay(
@@ -422,7 +442,7 @@ class Limiter:
         A lower bound when others wait. 0.0: now; `math.inf`: only a release helps.
 
         Raises:
-            RequestTooLarge: never.
+            RequestTooLarge: it could never pass.
         """
         path = self._path(tenant)
         _, costs = _priced(path, cost)
@@ -438,9 +458,9 @@ class Limiter:
             if cost and (each.lines or each.gate.ready_at(cost, now) > now):
                 return False
         if path.shares:
-            order = path.queue.order
-            key = order.key(lease.priority, lease.tokens, lease.tenant, now, 0, backlogged=False)
-            order.granted(key)
+            queue = path.queue
+            arrival = (lease.priority, lease.tokens, lease.tenant, now, 0)
+            queue.order.granted(queue.order.key(*arrival, backlogged=queue.waiting > 0))
         charges = []
         for gate, cost in zip(path.gates, costs):  # noqa: B905
             charges.append(gate.charge(cost, now))
@@ -488,6 +508,7 @@ class Limiter:
         """Refuse to wait where that is known to be in vain."""
         queue, now = self._queue, waiter.arrived
         if queue.max_waiting is not None and queue.waiting > queue.max_waiting:
+            self._withdraw(waiter)  # the message does not count it
             raise QueueFull(
                 f"{queue.max_waiting} calls wait at {self!r} already: try again later, or raise "
                 "max_waiting",
@@ -514,7 +535,10 @@ class Limiter:
 
     def _timeout(self, waiter: Waiter, max_wait: float, now: float) -> WaitTimeout:
         retry_after = _retry_after(waiter, now)
-        when = "only a release helps" if retry_after is None else f"ready in {retry_after:.3g} s"
+        when = "only a release helps"
+        if retry_after is not None:
+            when = f"{retry_after:.3g} s at the earliest, more if others wait"
+        self._withdraw(waiter)  # the message does not count it
         return WaitTimeout(
             f"no room for {waiter.lease.tokens:,} tokens within max_wait={max_wait:g} s at "
             f"{self!r}: {when}; retry then, or allow a longer wait",
@@ -651,15 +675,19 @@ def log(level: int, message: str, *args: object) -> None:
         logger.log(level, message, *args)
 
 
-def _checked(cost: int | Usage) -> int | Usage:
+def _checked(cost: int | Usage, name: str = "cost") -> int | Usage:
     if isinstance(cost, Usage) or (type(cost) is int and cost >= 0):
         return cost
-    return token_count(cost, "cost")
+    try:
+        return token_count(cost, name)
+    except TypeError as error:
+        hint = "or a Usage; Usage.from_response(...) reads what a provider sent"
+        raise TypeError(f"{error}; pass an int {hint}") from None
 
 
-def _priced(path: Path, cost: int | Usage) -> tuple[int | Usage, list[int]]:
+def _priced(path: Path, cost: int | Usage, name: str = "cost") -> tuple[int | Usage, list[int]]:
     """The cost, checked, and what it comes to at each gate: all that may run a user's code."""
-    cost = _checked(cost)
+    cost = _checked(cost, name)
     return cost, path.price(cost)
 
 
@@ -685,7 +713,8 @@ def _settle_path(path: Path) -> None:
 
 def _log_debt(path: Path, now: float) -> None:
     for gate in path.gates:
-        in_debt = isinstance(gate, WindowGate) and gate.used > gate.limit
-        if in_debt and not 0 <= now - path.queue.warned_at < _LOG_EVERY:
+        if not isinstance(gate, WindowGate) or not 0 < gate.limit < gate.used:
+            continue
+        if gate.used_at(now) > gate.limit and not 0 <= now - path.queue.warned_at < _LOG_EVERY:
             path.queue.warned_at = now
             log(logging.WARNING, "%r is in debt: calls wait until it has left the window", gate)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Hashable, Mapping
-from typing import Protocol, final
+from typing import Any, final
 
 from tokenflow._usage import seconds
 
@@ -19,17 +19,20 @@ __all__ = ["FairShare", "Fifo", "Key", "Order", "SmallestFirst"]
 Key = tuple[float, ...]
 
 
-class Order(Protocol):
-    """`Fifo`, `SmallestFirst` or `FairShare`."""
+class Order:
+    """`Fifo`, `SmallestFirst` or `FairShare`; not made to be derived from elsewhere."""
 
-    backfill: bool
+    __slots__ = ()
+
+    backfill: bool = False
     """May a later call that leaves the head's known instant alone go before it?"""
 
-    shares: bool
+    shares: bool = False
     """Does it keep account of what each tenant was granted?"""
 
     def fresh(self) -> Order:
         """The same order for one more limiter, with nothing on account."""
+        return self
 
     def key(
         self,
@@ -42,6 +45,7 @@ class Order(Protocol):
         backlogged: bool,
     ) -> Key:
         """The key of a call that arrives now."""
+        raise NotImplementedError  # pragma: no cover
 
     def granted(self, key: Key) -> None:
         """The call with this key goes. Called only where the order `shares`."""
@@ -50,20 +54,8 @@ class Order(Protocol):
         """Correct what a tenant was granted. Called only where the order `shares`."""
 
 
-class _Stateless:
-    __slots__ = ()
-
-    shares = False
-
-    def granted(self, key: Key) -> None:
-        pass
-
-    def settle(self, tenant: Hashable, tokens: int) -> None:
-        pass
-
-
 @final
-class Fifo(_Stateless):
+class Fifo(Order):
     """In order of arrival.
 
     With `backfill`, when the first in line waits for a known instant (a window),
@@ -80,11 +72,8 @@ class Fifo(_Stateless):
     def __init__(self, *, backfill: bool = True, lane_seconds: float | None = None) -> None:
         if not isinstance(backfill, bool):
             raise TypeError(f"backfill must be True or False, not {backfill!r}")
-        self.backfill: bool = backfill
+        self.backfill = backfill
         self._lane = None if lane_seconds is None else seconds(lane_seconds, "lane_seconds")
-
-    def fresh(self) -> Fifo:
-        return self
 
     def key(
         self,
@@ -105,7 +94,7 @@ class Fifo(_Stateless):
 
 
 @final
-class SmallestFirst(_Stateless):
+class SmallestFirst(Order):
     """Small calls fill gaps, and nobody starves: arrival + patience x tokens / 1000.
 
     A call is never overtaken by one that arrived more than `patience` seconds
@@ -114,14 +103,9 @@ class SmallestFirst(_Stateless):
 
     __slots__ = ("_lane", "_patience")
 
-    backfill = False
-
     def __init__(self, patience: float = 3.0, *, lane_seconds: float | None = None) -> None:
         self._patience = seconds(patience, "patience")
         self._lane = None if lane_seconds is None else seconds(lane_seconds, "lane_seconds")
-
-    def fresh(self) -> SmallestFirst:
-        return self
 
     def key(
         self,
@@ -143,7 +127,7 @@ class SmallestFirst(_Stateless):
 
 
 @final
-class FairShare:
+class FairShare(Order):
     """Each tenant gets its share of the tokens, whatever the size of its calls.
 
     Start-time fair queueing (Goyal, Vin, Cheng 1996): a call's tag is
@@ -161,10 +145,9 @@ class FairShare:
 
     __slots__ = ("_finish", "_full", "_now", "_weights")
 
-    backfill = False
     shares = True
 
-    def __init__(self, weights: Mapping[Hashable, float] | None = None) -> None:
+    def __init__(self, weights: Mapping[Any, float] | None = None) -> None:
         if weights is not None and not isinstance(weights, Mapping):
             raise TypeError(f"weights must be a mapping of tenant to number, not {weights!r}")
         self._weights = dict(weights or {})

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, cast, final
 from weakref import WeakValueDictionary
 
@@ -14,12 +15,13 @@ from tokenflow._usage import (
     RateLimitStatus,
     Usage,
     known_seconds,
+    positive_int,
     seconds,
     token_count,
 )
 
 from ._admission import Turnstile, turnstile
-from ._gate import Gate
+from ._gate import Gate, unit_name
 from ._limiter import Limiter, Oversize, changed, guard, log
 from ._order import Fifo, Order
 from ._run import OUTSIDE, Run, current_run
@@ -88,7 +90,7 @@ class Quota:
         if name is not None and not isinstance(name, str):
             raise TypeError(f"name must be a str or None, not {name!r}")
         if name is None:
-            name = of if isinstance(of, str) else getattr(of, "__name__", "function")
+            name = unit_name(of)
         for field, value in (
             ("limit", int(limit)),
             ("per", float(per)),
@@ -210,6 +212,15 @@ class _Ledgers:
             max((gate.paused_for(now) for gate, now in known), default=0.0),
         )
 
+    def __repr__(self) -> str:
+        now = self.statistics()
+        shown = f"{now.used:,} of {now.limit:,} {now.name} per {now.per:g} s"
+        if self.quota.by:
+            shown += f" each for {now.ledgers} tenants"
+        if now.paused_for:
+            shown += f" (paused for {now.paused_for:.1f} s)"
+        return shown
+
     def matches(self, status: QuotaStatus) -> bool:
         quota = self.quota
         return status.of in (quota.name, quota.of) and status.per in (None, quota.per)
@@ -302,7 +313,11 @@ class TokenRateLimiter(Limiter):
             "input_tokens": input_tokens_per_minute,
             "output_tokens": output_tokens_per_minute,
         }
-        quotas += tuple(Quota(n, of=of) for of, n in per_minute.items() if n is not None)
+        quotas += tuple(
+            Quota(positive_int(n, f"{of}_per_minute"), of=of)
+            for of, n in per_minute.items()
+            if n is not None
+        )
         if not quotas:
             raise ValueError(
                 "a rate limiter without a quota limits nothing: pass tokens_per_minute=..., "
@@ -337,6 +352,7 @@ class TokenRateLimiter(Limiter):
         for quota_status in status.quotas:
             ledgers = self._observed(quota_status)
             if ledgers is not None:
+                guard(islice(ledgers, 1))  # before a gate is made for a new tenant
                 gate = ledgers.gate(tenant)
                 now = guard([gate]).now()
                 largest = gate.largest()
@@ -359,8 +375,9 @@ class TokenRateLimiter(Limiter):
         found = found or [each for each in self._ledgers if each.quota.of == quota]
         if len(found) != 1:
             names = ", ".join(repr(each.quota.name) for each in self._ledgers)
-            which = "no quota is" if not found else f"{len(found)} quotas are"
-            raise ValueError(f"{which} called {quota!r}; there are {names}: give each a name")
+            if not found:
+                raise ValueError(f"no quota is called {quota!r}: pass one of {names}")
+            raise ValueError(f"{len(found)} quotas are called {quota!r}: give each its own name")
         now = guard(self._all_gates()).now()
         found[0].limit = limit
         changed(found[0], now, lowered=True)
@@ -391,10 +408,7 @@ class TokenRateLimiter(Limiter):
         return any(ledgers.quota.by for ledgers in self._ledgers)
 
     def __repr__(self) -> str:
-        quotas = ", ".join(
-            f"{each.used:,} of {each.limit:,} {each.name} per {each.per:g} s"
-            for each in (ledgers.statistics() for ledgers in self._ledgers)
-        )
+        quotas = ", ".join(map(repr, self._ledgers))
         return f"<TokenRateLimiter: {quotas}, {self._queue.waiting} waiting>"
 
 

@@ -96,11 +96,13 @@ class TokenSemaphore(Limiter):
 
     @max_requests.setter
     def max_requests(self, limit: int | None) -> None:
+        requests = _request_limit(limit)
+        guard(self._gates(None))
         if self._requests is None:
             self._requests = InFlightGate(math.inf, of="requests")
             for path in turnstile(self._tokens).paths:
                 path.extend(self._requests)
-        self._resize(self._requests, _request_limit(limit))
+        self._resize(self._requests, requests)
 
     def statistics(self) -> SemaphoreStatistics:
         """Live numbers; works from anywhere."""

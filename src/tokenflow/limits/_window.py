@@ -36,7 +36,7 @@ from tokenflow._usage import (
     seconds,
 )
 
-from ._gate import CostFunction, cost_function
+from ._gate import CostFunction, cost_function, unit_name
 
 __all__ = ["Settle", "WindowGate"]
 
@@ -62,7 +62,6 @@ class WindowGate:
     """
 
     __slots__ = (
-        "__weakref__",
         "_amounts",
         "_base",
         "_blocks",
@@ -84,6 +83,7 @@ class WindowGate:
         "_window",
         "_youngest",
         "cost",
+        "of",
         "per",
         "used",
     )
@@ -105,6 +105,7 @@ class WindowGate:
         if settle not in ("actual", "reserved"):
             raise ValueError(f'settle must be "actual" or "reserved", not {settle!r}')
         self.cost: CostFunction = cost_function(of, declared=settle == "reserved")
+        self.of = unit_name(of)
         self.per: float = positive_seconds(per, "per")
         self.used: int = 0
         self._settle = settle
@@ -129,7 +130,7 @@ class WindowGate:
 
     @property
     def limit(self) -> int:
-        """Writable. 0 is a pause."""
+        """Writable; wakes nobody, which is for `TokenRateLimiter.set_limit`. 0 is a pause."""
         return self._limit
 
     @limit.setter
@@ -171,7 +172,7 @@ class WindowGate:
         if self._burst is None:
             return ((self._last, cost, self._joined, before, 0.0, 0.0),)
         clear_at = self._clear_at
-        if now - clear_at > self._interval:
+        if now >= clear_at:
             self._busy_since = now
         self._clear_at = max(clear_at, now) + cost * self._interval
         return ((self._last, cost, self._joined, before, clear_at, self._clear_at),)
@@ -195,7 +196,7 @@ class WindowGate:
         over = cost - sum(amount for _, amount, *_ in charge)
         if over > 0:
             self._expire(now)
-            return charge + self.charge(over, now)
+            return self._merge(charge, self.charge(over, now))
         if over == 0 or self._settle == "reserved":
             return charge
         return self._credit(charge, -over, now)
@@ -216,12 +217,9 @@ class WindowGate:
         self._foreign_until += seconds
         self._paused_until += seconds
 
-    def pause(self, until: float) -> bool:
-        """Admit nothing before this instant. Only ever extends; tells whether it did."""
-        extends = until > self._paused_until
-        if extends:
-            self._paused_until = until
-        return extends
+    def pause(self, until: float) -> None:
+        """Admit nothing before this instant. Only ever extends."""
+        self._paused_until = max(self._paused_until, until)
 
     def observe(self, status: QuotaStatus, now: float) -> None:
         """Adopt the server's limit, and book what it counts beyond us until it resets.
@@ -253,12 +251,12 @@ class WindowGate:
         return max(0.0, self._paused_until - now)
 
     def is_idle(self, now: float) -> bool:
-        """Would a new gate be just like this one?"""
+        """Has it nothing on account? (A limit that a server set is forgotten with it.)"""
         schedule = max(self._clear_at, self._paused_until)
         return now >= schedule and self.used_at(now) == 0
 
     def __repr__(self) -> str:
-        return f"<{self.used:,} of {self._limit:,} per {self.per:g} s>"
+        return f"<{self.used:,} of {self._limit:,} {self.of} per {self.per:g} s>"
 
     def _expire(self, now: float) -> None:
         first, youngest, window = self._first, self._youngest, self._window
@@ -307,6 +305,18 @@ class WindowGate:
         self._amounts[index] += amount
         self._blocks[index // _BLOCK] += amount
         self.used += amount
+
+    def _merge(self, charge: _Charge, more: _Charge) -> _Charge:
+        """One piece for each slot, so that a stream which reports every chunk stays small."""
+        if not charge or charge[-1][0] != self._last:
+            return charge + more
+        slot, amount, joined, before, clear_at, clear_after = charge[-1]
+        _, added, again, _, clear_between, clear_now = more[0]
+        if again == joined + 1 and clear_between == clear_after:
+            self._joined = joined
+        else:  # others came between: their records hold, so this one is undone by amount alone
+            joined, clear_now = -1, math.nan
+        return (*charge[:-1], (slot, amount + added, joined, before, clear_at, clear_now))
 
     def _credit(self, charge: _Charge, tokens: int, now: float) -> _Charge:
         """Lower the pieces, the newest first; those still in the window give it back."""
