@@ -1,0 +1,14 @@
+"""What goes together: packing under a token budget, offline, as a stream and for live callers."""
+
+from ._packing import Batch, Oversize, lower_bound, pack, restore
+from ._streaming import pack_stream, pack_stream_async
+
+__all__ = [
+    "Batch",
+    "Oversize",
+    "lower_bound",
+    "pack",
+    "pack_stream",
+    "pack_stream_async",
+    "restore",
+]
