@@ -252,7 +252,7 @@ def _measured(
     budget = limits.token_budget
     if oversize == "alone" or max(sizes, default=0) <= budget:
         return _Pieces(items, sizes)
-    pieces = _Pieces[T]([], [], indices := [], parts := [])
+    pieces: _Pieces[T] = _Pieces([], [], indices := [], parts := [])
     for index, (item, size) in enumerate(zip(items, sizes, strict=True)):
         split = [(item, size)]
         if size > budget:
