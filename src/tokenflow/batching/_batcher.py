@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import copy_context
+from threading import get_ident
 from types import TracebackType
 from typing import Generic, Literal, Self, TypeAlias, TypeVar, final
 
@@ -267,12 +268,13 @@ class TokenBatcher(Generic[T, R]):
             raise BatcherClosed(
                 f"the batcher is {self._state}: submit inside its `async with` block"
             )
-        if not (self._run.is_quickly_current() or self._run.is_current()):
+        run = self._run
+        if not (get_ident() == run.thread and run.is_running()) and current_run() is not run:
             raise RuntimeError(
                 "the batcher was entered in another event loop: go there with "
                 "anyio.from_thread.run, or enter one here"
             )
-        return self._run
+        return run
 
     def _size(self, value: T) -> int:
         size = self._tokens(value)
@@ -360,7 +362,7 @@ class TokenBatcher(Generic[T, R]):
                 if due <= self._run.now():
                     return "linger"
                 self._bell = bell
-                bell.set_alarm(self._run.clock_time(due))
+                bell.set_alarm(due)
                 await bell.wait()
             return "linger"
         finally:
