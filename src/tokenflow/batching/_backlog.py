@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable
+from itertools import chain
 from typing import Generic, Protocol, TypeVar, final
 
 from ._fitting import Limits
@@ -101,15 +102,23 @@ class Backlog(Generic[Q]):
         cap = limits.max_items or self.count
         batch: list[Q] = []
         cost = longest = 0
-        for item in self._in_order():
-            longest = max(longest, item.tokens)
-            after = longest * (len(batch) + 1) if limits.padded else cost + item.tokens
-            if (after > most and (batch or allowed is not None)) or len(batch) == cap:
+        for count, item in enumerate(self._in_order(), 1):
+            if item.tokens > longest:
+                longest = item.tokens
+            after = longest * count if limits.padded else cost + item.tokens
+            if count > cap or (after > most and (count > 1 or allowed is not None)):
                 break
             batch.append(item)
             cost = after
         return batch, cost
 
-    def _in_order(self) -> Iterator[Q]:
-        for priority in self._priorities:
-            yield from self._lanes[priority]
+    def take(self, head: list[Q]) -> None:
+        """Take out what `head` returned."""
+        for item in head:
+            self.drop(item)
+
+    def _in_order(self) -> Iterable[Q]:
+        lanes = self._lanes
+        if len(lanes) == 1:
+            return lanes[self._priorities[0]]
+        return chain.from_iterable(lanes[priority] for priority in self._priorities)

@@ -47,7 +47,7 @@ from tokenflow.limits._run import Bell, Run, current_run
 from ._backlog import Backlog
 from ._counts import BatcherStatistics, Counts, Flush
 from ._fitting import Limits, positive
-from ._items import Call, Item, as_error, rows_of
+from ._items import Countdown, Item, as_error, rows_of
 from ._packing import too_large
 
 __all__ = ["TokenBatcher"]
@@ -194,7 +194,21 @@ class TokenBatcher(Generic[T, R]):
             Exception: whatever `process` raised or returned for it, and whatever
                 `tokens` raised for it.
         """
-        (queued,) = await self._settled((item,), priority)
+        run = self._open_run()
+        size = self._size(item)
+        self._expect_room(1)
+        if run.is_cancelled():
+            await checkpoint()
+        bell = run.bell()
+        queued: Item[T, R] = Item(item, size, priority, run.now(), bell)
+        self._backlog.push(queued)
+        self._look()
+        try:
+            while queued.state != "settled":
+                await bell.wait()
+        except BaseException:
+            self._leave([queued])
+            raise
         return queued.outcome()
 
     async def submit_many(self, items: Iterable[T], *, priority: int = 0) -> list[R]:
@@ -206,7 +220,29 @@ class TokenBatcher(Generic[T, R]):
         Raises:
             As `submit` does; also `QueueFull` where not all of them find room.
         """
-        return [queued.outcome() for queued in await self._settled(tuple(items), priority)]
+        run = self._open_run()
+        values = list(items)
+        sizes = [self._size(value) for value in values]
+        self._expect_room(len(values))
+        if run.is_cancelled():
+            await checkpoint()
+        bell = run.bell()
+        countdown = Countdown(bell, len(values))
+        now = run.now()
+        queued: list[Item[T, R]] = [
+            Item(value, size, priority, now, countdown)
+            for value, size in zip(values, sizes, strict=True)
+        ]
+        for item in queued:
+            self._backlog.push(item)
+        self._look()
+        try:
+            while countdown.left:
+                await bell.wait()
+        except BaseException:
+            self._leave(queued)
+            raise
+        return [item.outcome() for item in queued]
 
     def statistics(self) -> BatcherStatistics:
         """What it has done since it was built, and what it holds. Works anywhere."""
@@ -235,34 +271,6 @@ class TokenBatcher(Generic[T, R]):
 
     # From the callers' tasks.
 
-    async def _settled(self, values: Sequence[T], priority: int) -> list[Item[T, R]]:
-        """Queue values, and wait until each has its result or error."""
-        run = self._open_run()
-        sizes = [self._size(value) for value in values]
-        waiting = self._backlog.count
-        if self._max_waiting is not None and waiting + len(values) > self._max_waiting:
-            raise QueueFull(
-                f"{waiting} items wait already and {len(values)} more would pass "
-                f"max_waiting={self._max_waiting}: submit fewer at once, or raise it"
-            )
-        if run.is_cancelled():
-            await checkpoint()
-        call = Call(run.bell(), len(values))
-        now = run.now()
-        items: list[Item[T, R]] = []
-        for value, size in zip(values, sizes, strict=True):
-            item: Item[T, R] = Item(value, size, priority, now, call)
-            self._backlog.push(item)
-            items.append(item)
-        self._look()
-        try:
-            while call.unsettled:
-                await call.bell.wait()
-        except BaseException:
-            self._leave(items)
-            raise
-        return items
-
     def _open_run(self) -> Run:
         if self._state != "open":
             raise BatcherClosed(
@@ -283,6 +291,14 @@ class TokenBatcher(Generic[T, R]):
         if size > self._limits.token_budget and not self._takes_oversize:
             raise too_large("an item", size, self._limits.token_budget)
         return size
+
+    def _expect_room(self, items: int) -> None:
+        waiting = self._backlog.count
+        if self._max_waiting is not None and waiting + items > self._max_waiting:
+            raise QueueFull(
+                f"{waiting} items wait already and {items} more would pass "
+                f"max_waiting={self._max_waiting}: submit fewer at once, or raise it"
+            )
 
     def _leave(self, items: list[Item[T, R]]) -> None:
         """Their caller is gone: out of the queue, or out of their running batch's mind."""
@@ -399,8 +415,8 @@ class TokenBatcher(Generic[T, R]):
         self, batch: list[Item[T, R]], cost: int, flush: Flush | None
     ) -> list[Item[T, R]]:
         """Take them out of the queue; `flush` None: they never go."""
+        self._backlog.take(batch)
         for item in batch:
-            self._backlog.drop(item)
             item.state = "running"
         if batch and flush is not None:
             self._counts.departure([item.arrived for item in batch], cost, flush, self._run.now())
@@ -451,10 +467,11 @@ class TokenBatcher(Generic[T, R]):
             for lease in leases:
                 lease.release()
         for item, row in zip(batch, rows, strict=True):
-            if isinstance(row, BaseException):
-                self._fail([item], as_error(row))
-            elif item.state == "running":
-                item.settle(row)
+            if item.state == "running":
+                if isinstance(row, BaseException):
+                    self._fail([item], as_error(row))
+                else:
+                    item.settle(row)
         return None
 
     async def _isolated(self, batch: list[Item[T, R]], error: Exception) -> None:
@@ -497,8 +514,8 @@ class TokenBatcher(Generic[T, R]):
         self._state = "closed"
         batch, _ = self._backlog.head()
         while batch:
+            self._backlog.take(batch)
             for item in batch:
-                self._backlog.drop(item)
                 item.fail(_closed_early())
             batch, _ = self._backlog.head()
 

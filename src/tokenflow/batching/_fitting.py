@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import SupportsIndex, TypeAlias, final
 
-__all__ = ["Limits", "best_fit", "martello_toth", "next_fit", "positive"]
+__all__ = ["Group", "Limits", "best_fit", "martello_toth", "next_fit", "positive"]
 
 
 @final
@@ -58,27 +58,32 @@ def positive(value: object, name: str) -> int:
     return operator.index(value)
 
 
-def next_fit(sizes: list[int], order: Iterable[int], limits: Limits) -> Iterator[list[int]]:
+Group: TypeAlias = tuple[list[int], int]
+"""The places of a batch's items, and its cost."""
+
+
+def next_fit(sizes: list[int], order: Iterable[int], limits: Limits) -> Iterator[Group]:
     """Close a batch at the first item, in this order, that it cannot take."""
     budget, padded = limits.token_budget, limits.padded
     cap = limits.max_items or len(sizes)
     group: list[int] = []
-    total = longest = 0
+    cost = longest = 0
     for place in order:
         size = sizes[place]
-        total += size
         if size > longest:
             longest = size
-        cost = longest * (len(group) + 1) if padded else total
-        if group and (cost > budget or len(group) == cap):
-            yield group
-            group, total, longest = [], size, size
+        after = longest * (len(group) + 1) if padded else cost + size
+        if group and (after > budget or len(group) == cap):
+            yield group, cost
+            group = []
+            after = longest = size
         group.append(place)
+        cost = after
     if group:
-        yield group
+        yield group, cost
 
 
-def best_fit(sizes: list[int], limits: Limits) -> Iterator[list[int]]:
+def best_fit(sizes: list[int], limits: Limits) -> Iterator[Group]:
     """Oversize items alone, the others by the rule of the module's docstring."""
     if limits.padded:
         yield from next_fit(
@@ -90,46 +95,52 @@ def best_fit(sizes: list[int], limits: Limits) -> Iterator[list[int]]:
         places[sizes[place]].append(place)
     distinct = sorted(places)
     while distinct and distinct[-1] > limits.token_budget:
-        yield from ([place] for place in reversed(places[distinct.pop()]))
+        size = distinct.pop()
+        yield from (([place], size) for place in reversed(places[size]))
     stacks = [places[size] for size in distinct]
     for runs in _best_runs(distinct, list(map(len, stacks)), limits):
         group: list[int] = []
+        cost = 0
         for kind, count in runs:
+            cost += count * distinct[kind]
             if count == 1:
                 group.append(stacks[kind].pop())
             else:
                 group += stacks[kind][-count:]
                 del stacks[kind][-count:]
         group.sort()
-        yield group
+        yield group, cost
 
 
-_Runs: TypeAlias = list[list[tuple[int, int]]]
-"""Batches as runs of (which size, how many of it)."""
+_Runs: TypeAlias = list[tuple[int, int]]
+"""A batch as runs of (which size, how many of it)."""
 
 
-def _best_runs(distinct: list[int], counts: list[int], limits: Limits) -> _Runs:
+def _best_runs(distinct: list[int], counts: list[int], limits: Limits) -> Iterable[_Runs]:
     """Largest first; where the item cap gets in the way, the best of that and three aims."""
     budget, items = limits.token_budget, sum(counts)
     cap = limits.max_items or items
-    best = _largest_first(distinct, counts, budget, cap)
-    if cap < items:
-        tokens = sum(map(operator.mul, distinct, counts))
-        bound = max(-(-tokens // budget), -(-items // cap))
-        for seeds in (1, 2, 3):
-            if len(best) > bound:
-                best = min(best, _towards_the_mean(distinct, counts, budget, cap, seeds), key=len)
+    if cap >= items:
+        return _largest_first(distinct, counts, budget, items)
+    best = list(_largest_first(distinct, counts, budget, cap))
+    tokens = sum(map(operator.mul, distinct, counts))
+    bound = max(-(-tokens // budget), -(-items // cap))
+    for seeds in (1, 2, 3):
+        if len(best) > bound:
+            aimed = list(_towards_the_mean(distinct, counts, budget, cap, seeds))
+            best = min(best, aimed, key=len)
     return best
 
 
-def _largest_first(distinct: list[int], counts: list[int], budget: int, cap: int) -> _Runs:
+def _largest_first(
+    distinct: list[int], counts: list[int], budget: int, cap: int
+) -> Iterator[_Runs]:
     """First-fit decreasing, batch by batch: `_Stock` written out, since this loop is the cost."""
     left = [0, *counts]
     alive = list(range(len(left)))
     items = sum(counts)
-    batches: _Runs = []
     while items:
-        runs: list[tuple[int, int]] = []
+        runs: _Runs = []
         room, slots, kind = budget, cap, len(distinct)
         while slots:
             while alive[kind] != kind:
@@ -150,13 +161,12 @@ def _largest_first(distinct: list[int], counts: list[int], budget: int, cap: int
             slots -= count
             runs.append((kind - 1, count))
         items -= cap - slots
-        batches.append(runs)
-    return batches
+        yield runs
 
 
 def _towards_the_mean(
     distinct: list[int], counts: list[int], budget: int, cap: int, seeds: int
-) -> _Runs:
+) -> Iterator[_Runs]:
     """Take the `seeds` largest items that fit, then aim at room / slots.
 
     A batch has as many slots as it must get on average for the rest to go into
@@ -164,10 +174,9 @@ def _towards_the_mean(
     that fits is right again; where nothing is as small as the aim, the smallest.
     """
     stock = _Stock(distinct, counts)
-    batches: _Runs = []
     while items := stock.items:
         bins = max(-(-stock.tokens // budget), -(-items // cap))
-        runs: list[tuple[int, int]] = []
+        runs: _Runs = []
         room = budget
         for taken in range(cap):
             ahead = items - taken * bins  # slots left x bins: integers at any budget
@@ -180,8 +189,7 @@ def _towards_the_mean(
             stock.take(kind)
             room -= distinct[kind - 1]
             runs.append((kind - 1, 1))
-        batches.append(runs)
-    return batches
+        yield runs
 
 
 @final

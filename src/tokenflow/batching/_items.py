@@ -4,37 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from types import TracebackType
-from typing import Any, Generic, Literal, TypeVar, final
+from typing import Any, Generic, Literal, Protocol, TypeVar, final
 
 from tokenflow._errors import BatchError
-from tokenflow.limits._run import Bell
 
 from ._packing import wrong_count
 
-__all__ = ["Call", "Item", "as_error", "rows_of"]
+__all__ = ["Countdown", "Item", "as_error", "rows_of"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
+class Rung(Protocol):
+    """What an item rings once it is settled: the bell its caller sleeps on, or a countdown."""
+
+    def ring(self) -> None: ...
+
+
 @final
-class Call:
-    """One `submit` or `submit_many`, asleep until the last of its items is settled."""
+class Countdown:
+    """Rings a bell when it has been rung once for each of several items."""
 
-    __slots__ = ("bell", "unsettled")
+    __slots__ = ("_bell", "left")
 
-    def __init__(self, bell: Bell, items: int) -> None:
-        self.bell = bell
-        self.unsettled = items
+    def __init__(self, bell: Rung, items: int) -> None:
+        self._bell = bell
+        self.left = items
+
+    def ring(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self._bell.ring()
 
 
 @final
 class Item(Generic[T, R]):
-    """One item on its way. Settled once: later calls to `settle` and `fail` do nothing."""
+    """One item on its way: queued, then running, then settled. Or settled at once, if cancelled."""
 
     __slots__ = (
-        "_call",
+        "_bell",
         "_error",
         "_result",
         "_traceback",
@@ -47,41 +56,36 @@ class Item(Generic[T, R]):
 
     _result: R
 
-    def __init__(self, value: T, tokens: int, priority: int, arrived: float, call: Call) -> None:
+    def __init__(self, value: T, tokens: int, priority: int, arrived: float, bell: Rung) -> None:
         self.value = value
         self.tokens = tokens
         self.priority = priority
         self.arrived = arrived
         self.state: Literal["queued", "running", "settled"] = "queued"
-        self._call = call
+        self._bell = bell
         self._error: BaseException | None = None
-        self._traceback: TracebackType | None = None
 
     def settle(self, result: R) -> None:
+        """Wake its caller with a result. Not when it is settled."""
         self._result = result
-        self._ring()
+        self.state = "settled"
+        self._bell.ring()
 
     def fail(self, error: BaseException) -> None:
-        if self.state != "settled":
-            self._error, self._traceback = error, error.__traceback__
-            self._ring()
-
-    def _ring(self) -> None:
+        """Wake its caller with an error. Not when it is settled."""
+        self._error, self._traceback = error, error.__traceback__
         self.state = "settled"
-        self._call.unsettled -= 1
-        if not self._call.unsettled:
-            self._call.bell.ring()
+        self._bell.ring()
 
     def outcome(self) -> R:
         """The result, or the error: one instance may go to many callers, so each resets it."""
-        error, self._error = self._error, None
-        if error is None:
+        if self._error is None:
             return self._result
+        error, self._error = self._error, None
         try:
             raise error.with_traceback(self._traceback)
         finally:
-            del error
-            self._traceback = None
+            del error, self._traceback
 
 
 def rows_of(results: Any, expected: int) -> list[Any]:

@@ -88,7 +88,7 @@ def pack(
         groups = next_fit(pieces.sizes, range(len(pieces.sizes)), limits)
     else:
         groups = best_fit(pieces.sizes, limits)
-    return [pieces.batch(group, limits) for group in groups]
+    return [pieces.batch(group, cost, limits.token_budget) for group, cost in groups]
 
 
 def restore(
@@ -223,15 +223,13 @@ class _Pieces(Generic[T]):
     indices: list[int] | None = None
     parts: list[int] | None = None
 
-    def batch(self, group: list[int], limits: Limits) -> Batch[T]:
+    def batch(self, group: list[int], cost: int, budget: int) -> Batch[T]:
         """The batch of the pieces at these places."""
-        sizes = map(self.sizes.__getitem__, group)
-        cost = max(sizes) * len(group) if limits.padded else sum(sizes)
         return Batch(
             tuple(map(self.items.__getitem__, group)),
             tuple(map(self.indices.__getitem__, group) if self.indices else group),
             cost,
-            cost > limits.token_budget,
+            cost > budget,
             tuple(map(self.parts.__getitem__, group)) if self.parts else (),
         )
 
