@@ -20,10 +20,15 @@ import aiodataloader
 import async_batcher.batcher
 import batched.aio
 import batchlet
-from _sections import medians, table, write_section
+from _report import environment, publish, table
+from _rounds import medians
 
 from tokenflow import TokenBatcher
 
+NOTE = (
+    "CPU times are medians of 7 rounds in which all take turns (cancelling and idling: of one), "
+    "with a processor that does nothing and batches of at most 64 items."
+)
 BATCH = 64
 Process = Callable[[list[Any]], Awaitable[Sequence[Any]]]
 Submit = Callable[[Any], Awaitable[Any]]
@@ -90,7 +95,7 @@ async def with_batchlet(process: Process, linger: float) -> AsyncIterator[Submit
 
 @asynccontextmanager
 async def with_async_batcher(process: Process, linger: float) -> AsyncIterator[Submit]:
-    class Batcher(async_batcher.batcher.AsyncBatcher):  # type: ignore[misc,type-arg,unused-ignore]
+    class Batcher(async_batcher.batcher.AsyncBatcher):  # type: ignore[misc]
         async def process_batch(self, batch: list[Any]) -> Any:
             return await process(batch)
 
@@ -337,7 +342,8 @@ def main() -> None:
             costs(7, 256, 60, 20_000, (8_000, 32_000)),
             queues(7, (10_000, 32_000, 100_000)),
         ]
-    write_section("batcher", "## Batcher\n\n" + "\n\n".join([*parts, probes()]))
+    text = "\n\n".join([f"## Batcher\n\n{environment()} {NOTE}", *parts, probes()])
+    publish("batcher", text, quick=quick)
 
 
 if __name__ == "__main__":

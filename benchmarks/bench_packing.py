@@ -14,15 +14,20 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import binpacking  # type: ignore[import-untyped,unused-ignore]
+import binpacking
 import more_itertools
-import prtpy  # type: ignore[import-untyped,unused-ignore]
-from _sections import medians, synthetic, table, traces, write_section
+import prtpy
+from _report import environment, publish, table
+from _rounds import medians, synthetic, traces
 
 from tokenflow import lower_bound, pack, pack_stream
 
+NOTE = (
+    "CPU times are medians of at least 7 rounds in which all take turns, as multiples of a plain "
+    "next-fit loop over the same list."
+)
 BUDGET = 8_192
 PADDED_BUDGET = 32_768
 
@@ -117,13 +122,14 @@ def padded(sets: dict[str, list[int]]) -> str:
     rows = []
     for name, items in sets.items():
         costs = []
-        for strategy in ("in_order", "best_fit"):
+        strategies: tuple[Literal["in_order", "best_fit"], ...] = ("in_order", "best_fit")
+        for strategy in strategies:
             batches = pack(
                 items,
                 PADDED_BUDGET,
                 tokens=tokens,
                 padded=True,
-                strategy=strategy,  # type: ignore[arg-type]
+                strategy=strategy,
             )
             costs.append(f"{sum(batch.tokens for batch in batches) / sum(items):.4f}")
         rows.append((name, *costs))
@@ -153,7 +159,8 @@ def main() -> None:
         fewer = rounds if count <= 100_000 else 7
         sections += [compare(name, items, fewer, peers=False) for name, items in large.items()]
     sections += [caps(sets), padded(sets)]
-    write_section("packing", "## Packing\n\n" + "\n\n".join(sections))
+    text = "\n\n".join([f"## Packing\n\n{environment()} {NOTE}", *sections])
+    publish("packing", text, quick=arguments.quick)
 
 
 if __name__ == "__main__":
