@@ -85,8 +85,15 @@ def timed(packer: Callable[[list[int]], Any], items: list[int]) -> Callable[[], 
     return measure
 
 
-def compare(name: str, items: list[int], rounds: int, *, peers: bool) -> str:
-    packers = PACKERS | (QUADRATIC if peers else {})
+FEW = ("a next-fit loop", "pack in_order", "pack best_fit")
+
+
+def compare(
+    name: str,
+    items: list[int],
+    rounds: int,
+    packers: dict[str, Callable[[list[int]], Any]],
+) -> str:
     seconds = medians(rounds, {each: timed(packers[each], items) for each in packers})
     loop = seconds["a next-fit loop"]
     bound = lower_bound(items, BUDGET, tokens=tokens)
@@ -147,17 +154,17 @@ def main() -> None:
     fitting = {name: [x for x in items if x <= BUDGET] for name, items in found.items()}
     sets = fitting | {"synthetic": synthetic(20_000)}
     rng = random.Random(1)
-    sections = [compare(name, items, rounds, peers=False) for name, items in fitting.items()]
+    sections = [compare(name, items, rounds, PACKERS) for name, items in fitting.items()]
     peers = synthetic(2_000 if arguments.quick else 10_000)
-    sections.append(compare("synthetic", peers, rounds, peers=True))
+    sections.append(compare("synthetic", peers, rounds, PACKERS | QUADRATIC))
     for count in (20_000,) if arguments.quick else (100_000, 1_000_000):
         large = {"synthetic": synthetic(count)}
         for name, items in fitting.items():
             large[f"{name}, repeated"] = (items * (count // len(items) + 1))[:count]
         large["uniform to a quarter"] = [rng.randint(1, BUDGET // 4) for _ in range(count)]
         large["uniform to the budget"] = [rng.randint(1, BUDGET) for _ in range(count)]
-        fewer = rounds if count <= 100_000 else 7
-        sections += [compare(name, items, fewer, peers=False) for name, items in large.items()]
+        packers = PACKERS if count <= 100_000 else {name: PACKERS[name] for name in FEW}
+        sections += [compare(name, items, rounds, packers) for name, items in large.items()]
     sections += [caps(sets), padded(sets)]
     text = "\n\n".join([f"## Packing\n\n{environment()} {NOTE}", *sections])
     publish("packing", text, quick=arguments.quick)

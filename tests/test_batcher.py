@@ -503,6 +503,51 @@ async def test_lower_priorities_go_first() -> None:
     assert processor.batches[2][1:] == [5]
 
 
+async def test_a_priority_is_a_whole_number() -> None:
+    async with TokenBatcher(Processor(), 100, tokens=size) as batcher:
+        for priority in (math.nan, "urgent", None):
+            with pytest.raises(TypeError, match="priority must be an int"):
+                await batcher.submit(1, priority=priority)  # type: ignore[arg-type]
+        assert await batcher.submit(1) == 2
+
+
+async def test_foreign_ints_are_counts() -> None:
+    class Foreign:
+        def __index__(self) -> int:
+            return 60
+
+    async with TokenBatcher(Processor(), 100, tokens=lambda item: Foreign()) as batcher:  # type: ignore[arg-type,return-value]
+        await batcher.submit_many([1, 2])
+        assert batcher.statistics().flushes["tokens"] == 1
+
+
+def test_a_run_that_is_cut_off_leaves_nothing_behind() -> None:
+    """Without a word from anything, although nobody can be woken any more."""
+    processor = Processor()
+    batcher = TokenBatcher(processor, 100, tokens=size, max_concurrent=2, linger=0)
+
+    async def main() -> None:
+        async with batcher:
+            await batcher.submit(1)
+
+    async def forever(items: list[int]) -> list[int]:
+        await asyncio.get_running_loop().create_future()
+        return items
+
+    batcher._process = forever
+    for _ in range(2):
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(main())
+        loop.call_later(0.001, loop.stop)
+        loop.run_forever()
+        loop.close()
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        del task
+        gc.collect()
+    batcher._process = processor
+    assert run_virtual("asyncio", main) is None
+
+
 async def test_no_more_batches_run_than_allowed() -> None:
     processor = Processor(seconds=1)
     async with TokenBatcher(processor, 100, tokens=size, max_items=2, max_concurrent=3) as batcher:

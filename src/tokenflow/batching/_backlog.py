@@ -56,6 +56,8 @@ class Backlog(Generic[Q]):
         """Queue an item behind those of its priority."""
         lane = self._lanes.get(item.priority)
         if lane is None:
+            if not isinstance(item.priority, int):
+                raise TypeError(f"priority must be an int, not {item.priority!r}")
             lane = self._lanes[item.priority] = OrderedDict()
             insort(self._priorities, item.priority)
         lane[item] = None

@@ -5,22 +5,7 @@ takes what the queue then holds, processes it and hands out the results. At most
 one such task is before its departure (it *gathers*), so there is one timer, one
 place in the limiter's queue, and none of either when nothing is queued.
 
-*The batch at the limiter.* It asks for what would go now, and stays open while
-it waits, since its items stay in the queue until it is granted. Then:
-
-- More has arrived: the difference is reserved too, at once or not at all, with
-  no further request. What is not granted waits for the next batch. The limiter
-  decides about every token before it goes, and a batch that grew takes nothing
-  from a call that has waited longer, since `acquire_nowait` does not overtake.
-- Items were cancelled: later ones have their place; what is left over is given
-  back before `process` starts. When all were cancelled, the ask is withdrawn.
-
-What was rejected: asking for the whole budget and correcting it afterwards
-waits for tokens that nobody needs, and never gets them back from quotas that do
-not credit; correcting the lease upwards passes the limit; asking anew whenever
-an item arrives loses the place in the queue, so that a trickle never goes. The
-price of ours: after a stall the first batch may be as small as it was when it
-asked. The next asks for all that piled up.
+`_reservation` says why a batch asks the limiter as it does.
 
 Invariant: an item is queued, or in one batch that is running, or settled; and
 settled once, whatever happens to its batch.
@@ -39,8 +24,8 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
-from tokenflow._errors import BatcherClosed, BatchError, QueueFull, TokenflowError
-from tokenflow._usage import Usage, token_count
+from tokenflow._errors import BatcherClosed, BatchError, QueueFull
+from tokenflow._usage import token_count
 from tokenflow.limits import Lease, Limiter
 from tokenflow.limits._run import Bell, Run, current_run
 
@@ -49,6 +34,7 @@ from ._counts import BatcherStatistics, Counts, Flush
 from ._fitting import Limits, positive
 from ._items import Countdown, Item, as_error, rows_of
 from ._packing import too_large
+from ._reservation import charge, give_back, grown
 
 __all__ = ["TokenBatcher"]
 
@@ -135,7 +121,7 @@ class TokenBatcher(Generic[T, R]):
         self._takes_oversize = oversize == "alone"
         self._isolates = isolate_errors
         if limiter is not None:
-            limiter.delay(_charge(self._limits.token_budget))
+            limiter.delay(charge(self._limits.token_budget))
         self._counts = Counts()
         self._state: Literal["new", "open", "closing", "closed"] = "new"
         self._begin()
@@ -149,7 +135,7 @@ class TokenBatcher(Generic[T, R]):
         self._asking: anyio.CancelScope | None = None  # of the task at the limiter
 
     async def __aenter__(self) -> Self:
-        if self._state in ("open", "closing"):
+        if self._state in ("open", "closing") and not self._run.has_ended():
             raise RuntimeError("the batcher is open already: enter it once, and share it")
         run = current_run()
         assert run is not None
@@ -167,6 +153,9 @@ class TokenBatcher(Generic[T, R]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool | None:
+        if exc_type is GeneratorExit and self._run.has_ended():
+            self._state = "closed"
+            return None
         if self._state == "open":
             self._state = "closing"
         self._look()
@@ -206,8 +195,8 @@ class TokenBatcher(Generic[T, R]):
         try:
             while queued.state != "settled":
                 await bell.wait()
-        except BaseException:
-            self._leave([queued])
+        except BaseException as error:
+            self._leave([queued], error)
             raise
         return queued.outcome()
 
@@ -239,8 +228,8 @@ class TokenBatcher(Generic[T, R]):
         try:
             while countdown.left:
                 await bell.wait()
-        except BaseException:
-            self._leave(queued)
+        except BaseException as error:
+            self._leave(queued, error)
             raise
         return [item.outcome() for item in queued]
 
@@ -300,8 +289,10 @@ class TokenBatcher(Generic[T, R]):
                 f"max_waiting={self._max_waiting}: submit fewer at once, or raise it"
             )
 
-    def _leave(self, items: list[Item[T, R]]) -> None:
+    def _leave(self, items: list[Item[T, R]], error: BaseException) -> None:
         """Their caller is gone: out of the queue, or out of their running batch's mind."""
+        if isinstance(error, GeneratorExit) and self._run.has_ended():
+            return  # the queue went with the run
         for item in items:
             if item.state == "queued":
                 self._backlog.drop(item)
@@ -315,7 +306,8 @@ class TokenBatcher(Generic[T, R]):
     def _look(self) -> None:
         """Start to gather, or tell the task that gathers that it need not wait any longer."""
         if not self._gathering:
-            if self._backlog.count and self._running < self._max_concurrent:
+            waiting = self._backlog.count and self._state != "closed"
+            if waiting and self._running < self._max_concurrent:
                 self._gathering = True
                 self._running += 1
                 self._context.copy().run(self._tasks.start_soon, self._run_batch)
@@ -336,7 +328,6 @@ class TokenBatcher(Generic[T, R]):
             await self._processed(batch, leases)
         except GeneratorExit:  # the run is over: there is nobody to tell, and no loop to do it
             self._state = "closed"
-            self._backlog = Backlog(self._limits)
             raise
         except BaseException:
             self._abandon()
@@ -355,10 +346,10 @@ class TokenBatcher(Generic[T, R]):
             lease = await self._asked(self._limiter, asked)
             if lease is None:
                 continue
-            leases = [lease, *self._grown(self._limiter, lease, asked)]
+            leases = grown(self._limiter, lease, self._backlog.head()[1] - asked)
             batch, cost = self._backlog.head(sum(lease.tokens for lease in leases))
             if batch:
-                _give_back(leases, cost)
+                give_back(leases, cost)
                 return self._departed(batch, cost, flush), leases
             for lease in leases:  # cancels or priorities have put a larger item first
                 lease.cancel()
@@ -390,26 +381,11 @@ class TokenBatcher(Generic[T, R]):
         lease = None
         with anyio.CancelScope() as self._asking:
             try:
-                lease = await limiter.acquire(_charge(cost))
+                lease = await limiter.acquire(charge(cost))
             except Exception as error:
                 self._fail(self._departed(*self._backlog.head(), None), error)
         self._asking = None
         return lease
-
-    def _grown(self, limiter: Limiter, lease: Lease, asked: int) -> list[Lease]:
-        """Reserve what has arrived meanwhile, at once, or half of it, or a quarter."""
-        more = self._backlog.head()[1] - asked
-        while more > 0:
-            try:
-                extra = limiter.acquire_nowait(_charge(more, requests=0))
-            except (anyio.WouldBlock, TokenflowError):
-                more //= 2
-                continue
-            if extra.replica is lease.replica:
-                return [extra]
-            extra.cancel()
-            break
-        return []
 
     def _departed(
         self, batch: list[Item[T, R]], cost: int, flush: Flush | None
@@ -498,7 +474,7 @@ class TokenBatcher(Generic[T, R]):
             sizes = [item.tokens for item in half]
             cost = max(sizes) * len(sizes) if self._limits.padded else sum(sizes)
             try:
-                leases = [await self._limiter.acquire(_charge(cost))]
+                leases = [await self._limiter.acquire(charge(cost))]
             except Exception as error:
                 return error
         return await self._tried(half, leases)
@@ -518,22 +494,6 @@ class TokenBatcher(Generic[T, R]):
             for item in batch:
                 item.fail(_closed_early())
             batch, _ = self._backlog.head()
-
-
-def _charge(tokens: int, requests: int = 1) -> Usage:
-    """What a batch costs: input, since what it puts out cannot be known from its items."""
-    return Usage(input_tokens=tokens, requests=requests)
-
-
-def _give_back(leases: list[Lease], cost: int) -> None:
-    """Correct leases down to what goes, the last one first."""
-    spare = sum(lease.tokens for lease in leases) - cost
-    for number in range(len(leases) - 1, -1, -1):
-        lease = leases[number]
-        kept = max(0, lease.tokens - spare)
-        spare -= lease.tokens - kept
-        if kept < lease.tokens:
-            lease.reconcile(_charge(kept, requests=0 if number else 1))
 
 
 def _closed_early() -> BatchError:
