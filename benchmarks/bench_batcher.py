@@ -339,7 +339,7 @@ def main() -> None:
         parts = [costs(2, 64, 20, 2_000, (500, 2_000)), queues(2, (1_000, 10_000))]
     else:
         parts = [
-            costs(7, 256, 60, 20_000, (8_000, 32_000)),
+            costs(7, 256, 40, 10_000, (4_000, 16_000)),
             queues(7, (10_000, 32_000, 100_000)),
         ]
     text = "\n\n".join([f"## Batcher\n\n{environment()} {NOTE}", *parts, probes()])
