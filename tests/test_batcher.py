@@ -1023,20 +1023,27 @@ async def test_isolating_at_a_limiter_that_refuses() -> None:
             await batcher.submit_many([10, 10])
 
 
+class RoutedLease:
+    """A lease that says where its call goes."""
+
+    def __init__(self, lease: Lease, replica: str) -> None:
+        self._lease = lease
+        self.replica = replica
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lease, name)
+
+
 class Routed(TokenSemaphore):  # type: ignore[misc]
-    """A limiter that says where a call goes, like a router."""
+    """A limiter that chooses, like a router."""
 
     replicas: tuple[str, ...] = ("a",)
 
-    async def acquire(self, cost: int | Usage, **options: Any) -> Lease:
-        lease = await super().acquire(cost, **options)
-        lease.replica = self.replicas[0]
-        return lease
+    async def acquire(self, cost: int | Usage, **options: Any) -> Any:
+        return RoutedLease(await super().acquire(cost, **options), self.replicas[0])
 
-    def acquire_nowait(self, cost: int | Usage, **options: Any) -> Lease:
-        lease = super().acquire_nowait(cost, **options)
-        lease.replica = self.replicas[-1]
-        return lease
+    def acquire_nowait(self, cost: int | Usage, **options: Any) -> Any:
+        return RoutedLease(super().acquire_nowait(cost, **options), self.replicas[-1])
 
 
 @pytest.mark.parametrize("replicas", [("a",), ("a", "b")])
@@ -1054,11 +1061,12 @@ async def test_with_a_router_process_sees_the_replica(replicas: tuple[str, ...])
         anyio.create_task_group() as tasks,
     ):
         callers = Callers(batcher, tasks)
-        with await limiter.acquire(100):
-            callers.submit(10)
-            await wait_all_tasks_blocked()
-            callers.submit(11)
-            await wait_all_tasks_blocked()
+        blocker = await limiter.acquire(100)
+        callers.submit(10)
+        await wait_all_tasks_blocked()
+        callers.submit(11)
+        await wait_all_tasks_blocked()
+        blocker.release()
     grown = replicas == ("a",)
     assert seen == [("a", [10, 11])] if grown else [("a", [10]), ("a", [11])]
     assert in_flight(limiter) == 0

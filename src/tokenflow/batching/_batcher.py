@@ -186,7 +186,7 @@ class TokenBatcher(Generic[T, R]):
         run = self._open_run()
         size = self._size(item)
         self._expect_room(1)
-        if run.is_cancelled():
+        if run.effective_deadline() == -math.inf:
             await checkpoint()
         bell = run.bell()
         queued: Item[T, R] = Item(item, size, priority, run.now(), bell)
@@ -213,7 +213,7 @@ class TokenBatcher(Generic[T, R]):
         values = list(items)
         sizes = [self._size(value) for value in values]
         self._expect_room(len(values))
-        if run.is_cancelled():
+        if run.effective_deadline() == -math.inf:
             await checkpoint()
         bell = run.bell()
         countdown = Countdown(bell, len(values))
@@ -424,7 +424,7 @@ class TokenBatcher(Generic[T, R]):
     def _is_ours(self, cause: BaseException) -> bool:
         """Does it end the block, other than one that came out of `process` alone?"""
         if isinstance(cause, anyio.get_cancelled_exc_class()):
-            return self._run.is_cancelled()
+            return self._run.effective_deadline() == -math.inf
         return isinstance(cause, (KeyboardInterrupt, SystemExit))
 
     async def _tried(self, batch: list[Item[T, R]], leases: list[Lease]) -> Exception | None:
