@@ -20,6 +20,10 @@ LIBRARY = Path(tokenflow.__file__).parents[1]
 
 # Script: its arguments, relative to a directory with a text and a binary file, and what it says.
 TABLE: dict[str, tuple[list[str], list[str]]] = {
+    "embed_corpus.py": (
+        [".", "--out", "corpus.jsonl"],
+        ["1 chunks, 1 to embed in 1 requests", "1 vectors in corpus.jsonl"],
+    ),
     "quickstart.py": (
         ["text.md"],
         ["1 passage(s) from 1 file(s)", "refusals (429)", "tokens per second"],

@@ -1,14 +1,25 @@
 """Limits, batching and routing for language models, with the token as the unit of work."""
 
 from ._errors import (
+    BatcherClosed,
     BatchError,
     NoReplica,
     QueueFull,
     RequestTooLarge,
     TokenflowError,
     WaitTimeout,
+    WrongResultCount,
 )
 from ._usage import QuotaStatus, RateLimitStatus, Request, Usage
+from .batching import (
+    Batch,
+    TokenBatcher,
+    lower_bound,
+    pack,
+    pack_stream,
+    pack_stream_async,
+    restore,
+)
 from .estimation import (
     ApproximateCounter,
     EstimateKey,
@@ -35,7 +46,9 @@ from .limits import (
 
 __all__ = [
     "ApproximateCounter",
+    "Batch",
     "BatchError",
+    "BatcherClosed",
     "EstimateKey",
     "EstimateStatistics",
     "FairShare",
@@ -56,6 +69,7 @@ __all__ = [
     "SmallestFirst",
     "TaskEstimator",
     "TiktokenCounter",
+    "TokenBatcher",
     "TokenCounter",
     "TokenLimits",
     "TokenRateLimiter",
@@ -63,4 +77,10 @@ __all__ = [
     "TokenflowError",
     "Usage",
     "WaitTimeout",
+    "WrongResultCount",
+    "lower_bound",
+    "pack",
+    "pack_stream",
+    "pack_stream_async",
+    "restore",
 ]

@@ -10,11 +10,13 @@ from typing import final
 
 __all__ = [
     "BatchError",
+    "BatcherClosed",
     "NoReplica",
     "QueueFull",
     "RequestTooLarge",
     "TokenflowError",
     "WaitTimeout",
+    "WrongResultCount",
 ]
 
 
@@ -75,4 +77,27 @@ class NoReplica(TokenflowError):
 
 
 class BatchError(TokenflowError):
-    """Base of what can go wrong with a batch and its processor."""
+    """Base of what can go wrong with a batch and its processor.
+
+    Raised itself where a processor died: `__cause__` is what it died of.
+    """
+
+
+@final
+class BatcherClosed(BatchError):
+    """The batcher takes no items: it was not entered yet, or it is closed."""
+
+
+@final
+class WrongResultCount(BatchError):
+    """A batch has `expected` items, but came back with `received` results.
+
+    Nobody gets a result: which of them are missing cannot be known.
+    """
+
+    def __init__(
+        self, message: str, *, expected: int | None = None, received: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.received = received
