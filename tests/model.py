@@ -27,7 +27,8 @@ from tokenflow import (
     Usage,
 )
 from tokenflow.limits import Limiter, WindowGate
-from tokenflow.limits._admission import Path, turnstile
+from tokenflow.limits._admission import Path
+from tokenflow.limits._turnstile import turnstile
 
 PER = 10.0
 

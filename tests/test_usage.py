@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenflow._usage import (
     Request,
     Usage,
+    finite_seconds,
     positive_int,
     positive_seconds,
-    seconds,
     token_count,
 )
 from tokenflow._wire import UsageReader
@@ -48,20 +48,20 @@ class TestTokenCount:
 
 class TestSeconds:
     def test_accepts_finite_numbers(self) -> None:
-        assert (seconds(0, "wait"), positive_seconds(1, "wait")) == (0.0, 1.0)
+        assert (finite_seconds(0, "wait"), positive_seconds(1, "wait")) == (0.0, 1.0)
 
     @pytest.mark.parametrize("value", [True, "1", None])
     def test_refuses_other_types(self, value: object) -> None:
         with pytest.raises(TypeError, match="wait must be a number of seconds"):
-            seconds(value, "wait")
+            finite_seconds(value, "wait")
 
     @pytest.mark.parametrize("value", [-1, float("inf"), float("nan")])
     def test_refuses_other_numbers(self, value: float) -> None:
         with pytest.raises(ValueError, match="wait must be a finite number of seconds >= 0"):
-            seconds(value, "wait")
+            finite_seconds(value, "wait")
 
     def test_refuses_zero_where_it_makes_no_sense(self) -> None:
-        with pytest.raises(ValueError, match="wait must be more than 0 seconds, not 0"):
+        with pytest.raises(ValueError, match="wait must be more than 0 finite_seconds, not 0"):
             positive_seconds(0, "wait")
 
 

@@ -12,11 +12,11 @@ __all__ = [
     "RateLimitStatus",
     "Request",
     "Usage",
+    "finite_seconds",
     "known_count",
     "known_seconds",
     "positive_int",
     "positive_seconds",
-    "seconds",
     "token_count",
 ]
 
@@ -47,7 +47,7 @@ def positive_int(value: object, name: str) -> int:
     return count
 
 
-def seconds(value: object, name: str) -> float:
+def finite_seconds(value: object, name: str) -> float:
     """Return `value` as finite seconds >= 0, or say which argument is wrong and how."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
@@ -70,7 +70,7 @@ def known_seconds(value: object) -> float | None:
 
 def positive_seconds(value: object, name: str) -> float:
     """Return `value` as finite seconds > 0, or say which argument is wrong and how."""
-    number = seconds(value, name)
+    number = finite_seconds(value, name)
     if number == 0:
         raise ValueError(f"{name} must be more than 0 seconds, not {value!r}")
     return number

@@ -25,9 +25,9 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
 from tokenflow._errors import BatcherClosed, BatchError, QueueFull
+from tokenflow._run import Bell, Run, current_run
 from tokenflow._usage import token_count
 from tokenflow.limits import Lease, Limiter
-from tokenflow.limits._run import Bell, Run, current_run
 
 from ._backlog import Backlog
 from ._counts import BatcherStatistics, Counts, Flush

@@ -1,11 +1,13 @@
 """Who may go now: in tokens in flight, tokens per minute, or both at once."""
 
 from ._gate import Gate, InFlightGate
-from ._limiter import Lease, Limiter, LimitsStatistics, TokenLimits
+from ._lease import Lease
+from ._limiter import Limiter, Oversize
+from ._limits import LimitsStatistics, TokenLimits
 from ._order import FairShare, Fifo, Order, SmallestFirst
 from ._rate import Quota, QuotaStatistics, RateLimiterStatistics, TokenRateLimiter
 from ._semaphore import SemaphoreStatistics, TokenSemaphore
-from ._window import WindowGate
+from ._window import Settle, WindowGate
 
 __all__ = [
     "FairShare",
@@ -16,10 +18,12 @@ __all__ = [
     "Limiter",
     "LimitsStatistics",
     "Order",
+    "Oversize",
     "Quota",
     "QuotaStatistics",
     "RateLimiterStatistics",
     "SemaphoreStatistics",
+    "Settle",
     "SmallestFirst",
     "TokenLimits",
     "TokenRateLimiter",

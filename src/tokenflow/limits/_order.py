@@ -12,11 +12,14 @@ import math
 from collections.abc import Hashable, Mapping
 from typing import Any, final
 
-from tokenflow._usage import seconds
+from tokenflow._usage import finite_seconds
 
 __all__ = ["FairShare", "Fifo", "Key", "Order", "SmallestFirst"]
 
 Key = tuple[float, ...]
+
+_TENANTS = 64  # sweep the accounts when there are so many, then at each doubling
+_MOST_TENANTS = 10_000
 
 
 class Order:
@@ -73,7 +76,7 @@ class Fifo(Order):
         if not isinstance(backfill, bool):
             raise TypeError(f"backfill must be True or False, not {backfill!r}")
         self.backfill = backfill
-        self._lane = None if lane_seconds is None else seconds(lane_seconds, "lane_seconds")
+        self._lane = None if lane_seconds is None else finite_seconds(lane_seconds, "lane_seconds")
 
     def key(
         self,
@@ -104,8 +107,8 @@ class SmallestFirst(Order):
     __slots__ = ("_lane", "_patience")
 
     def __init__(self, patience: float = 3.0, *, lane_seconds: float | None = None) -> None:
-        self._patience = seconds(patience, "patience")
-        self._lane = None if lane_seconds is None else seconds(lane_seconds, "lane_seconds")
+        self._patience = finite_seconds(patience, "patience")
+        self._lane = None if lane_seconds is None else finite_seconds(lane_seconds, "lane_seconds")
 
     def key(
         self,
@@ -137,13 +140,13 @@ class FairShare(Order):
     alone gets everything, and being idle earns nothing.
 
     A call cancelled in the queue takes its share of F back, and a reconcile
-    adds its difference. Tenants who are owed nothing are forgotten.
+    adds its difference. Tenants who are not ahead of V are forgotten.
 
     >>> FairShare({"batch": 1, "interactive": 3})
     FairShare({'batch': 1, 'interactive': 3})
     """
 
-    __slots__ = ("_finish", "_full", "_now", "_weights")
+    __slots__ = ("_finish", "_sweep_at", "_virtual", "_weights")
 
     shares = True
 
@@ -157,8 +160,8 @@ class FairShare(Order):
             if not 0 < weight < math.inf:
                 raise ValueError(f"the weight of {tenant!r} must be > 0 and finite, not {weight}")
         self._finish: dict[Hashable, float] = {}
-        self._now = 0.0
-        self._full = _TENANTS
+        self._virtual = 0.0
+        self._sweep_at = _TENANTS
 
     def fresh(self) -> FairShare:
         return FairShare(self._weights)
@@ -173,19 +176,19 @@ class FairShare(Order):
         *,
         backlogged: bool,
     ) -> Key:
-        if len(self._finish) > self._full:
+        if len(self._finish) > self._sweep_at:
             self._forget(backlogged)
-        tag = max(self._now, self._finish.get(tenant, 0.0))
+        tag = max(self._virtual, self._finish.get(tenant, 0.0))
         self._finish[tenant] = tag + tokens / self._weights.get(tenant, 1)
         return (priority, tag, sequence)
 
     def granted(self, key: Key) -> None:
-        if key[1] > self._now:
-            self._now = key[1]
+        if key[1] > self._virtual:
+            self._virtual = key[1]
 
     def settle(self, tenant: Hashable, tokens: int) -> None:
-        finish = self._finish.get(tenant, self._now) + tokens / self._weights.get(tenant, 1)
-        if finish > self._now:
+        finish = self._finish.get(tenant, self._virtual) + tokens / self._weights.get(tenant, 1)
+        if finish > self._virtual:
             self._finish[tenant] = finish
         else:
             self._finish.pop(tenant, None)
@@ -197,21 +200,17 @@ class FairShare(Order):
         Under a backlog of ever new tenants those who had least are forgotten.
         """
         if not backlogged:
-            self._now = max(self._now, *self._finish.values())
-        owing = {t: f for t, f in self._finish.items() if f > self._now}
-        if len(owing) > _MOST_TENANTS:
-            owing = dict(
-                heapq.nlargest(_MOST_TENANTS // 2, owing.items(), key=lambda item: item[1])
+            self._virtual = max(self._virtual, *self._finish.values())
+        ahead = {t: f for t, f in self._finish.items() if f > self._virtual}
+        if len(ahead) > _MOST_TENANTS:
+            ahead = dict(
+                heapq.nlargest(_MOST_TENANTS // 2, ahead.items(), key=lambda item: item[1])
             )
-        self._finish = owing
-        self._full = max(_TENANTS, 2 * len(owing))
+        self._finish = ahead
+        self._sweep_at = max(_TENANTS, 2 * len(ahead))
 
     def __repr__(self) -> str:
         return f"FairShare({self._weights or ''})"
-
-
-_TENANTS = 64
-_MOST_TENANTS = 10_000
 
 
 def _shown(name: str, first: str, lane: float | None) -> str:

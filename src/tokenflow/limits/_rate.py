@@ -10,24 +10,28 @@ from itertools import islice
 from typing import Literal, cast, final
 from weakref import WeakValueDictionary
 
+from tokenflow._run import OUTSIDE, Run, current_run
 from tokenflow._usage import (
     QuotaStatus,
     RateLimitStatus,
     Usage,
+    finite_seconds,
     known_seconds,
     positive_int,
-    seconds,
     token_count,
 )
 
-from ._admission import Turnstile, turnstile
+from ._admission import changed
 from ._gate import Gate, unit_name
-from ._limiter import Limiter, Oversize, changed, guard, log
+from ._lease import is_due, log
+from ._limiter import Limiter, Oversize
 from ._order import Fifo, Order
-from ._run import OUTSIDE, Run, current_run
+from ._turnstile import Turnstile, guard, turnstile
 from ._window import Settle, WindowGate
 
 __all__ = ["Quota", "QuotaStatistics", "RateLimiterStatistics", "TokenRateLimiter"]
+
+_SWEEP = 64  # drop idle ledgers when there are so many, then at each doubling: O(1) amortised
 
 
 @final
@@ -326,16 +330,17 @@ class TokenRateLimiter(Limiter):
         super().__init__(order=order, max_waiting=max_waiting, oversize=oversize)
         self._ledgers = [_Ledgers(quota) for quota in quotas]
 
-    def pause(self, seconds_: float, /) -> None:
+    def pause(self, seconds: float, /) -> None:
         """Admit nothing for so many seconds: everybody waits, nobody is lost.
 
         For a server that says "retry after". It only ever extends, and holds
         through every `TokenLimits` that this limiter is part of.
         """
-        pause = seconds(seconds_, "seconds")
+        pause = finite_seconds(seconds, "seconds")
         run = guard(self._all_gates())
         extends = [ledgers.pause(pause, run) for ledgers in self._ledgers]
-        if pause and any(extends):
+        if pause and any(extends) and is_due(self._queue.pause_logged_at, run.now()):
+            self._queue.pause_logged_at = run.now()
             log(logging.WARNING, "paused for %.1f s: %r", pause, self)
 
     def observe(self, status: RateLimitStatus, *, tenant: Hashable = None) -> None:
@@ -410,6 +415,3 @@ class TokenRateLimiter(Limiter):
     def __repr__(self) -> str:
         quotas = ", ".join(map(repr, self._ledgers))
         return f"<TokenRateLimiter: {quotas}, {self._queue.waiting} waiting>"
-
-
-_SWEEP = 64

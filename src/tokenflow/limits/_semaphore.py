@@ -9,10 +9,11 @@ from typing import final
 
 from tokenflow._usage import token_count
 
-from ._admission import turnstile
+from ._admission import changed
 from ._gate import Gate, InFlightGate
-from ._limiter import Limiter, Oversize, changed, guard
+from ._limiter import Limiter, Oversize
 from ._order import Fifo, Order
+from ._turnstile import guard, turnstile
 
 __all__ = ["SemaphoreStatistics", "TokenSemaphore"]
 

@@ -29,11 +29,11 @@ from typing import Literal, final
 from tokenflow._usage import (
     QuotaStatus,
     Usage,
+    finite_seconds,
     known_count,
     known_seconds,
     positive_int,
     positive_seconds,
-    seconds,
 )
 
 from ._gate import CostFunction, cost_function, unit_name
@@ -109,7 +109,7 @@ class WindowGate:
         self.per: float = positive_seconds(per, "per")
         self.used: int = 0
         self._settle = settle
-        self._window = self.per + seconds(leeway, "leeway")
+        self._window = self.per + finite_seconds(leeway, "leeway")
         self._width = self._window / _SLOTS
         self._youngest: list[float] = []  # of each slot, the time of its last charge
         self._amounts: list[int] = []

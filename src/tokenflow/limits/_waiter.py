@@ -1,0 +1,137 @@
+"""A call in a queue, and what all calls of one limiter share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal, Protocol, final
+
+from tokenflow._errors import RequestTooLarge
+from tokenflow._run import Bell
+from tokenflow._usage import Usage
+
+from ._order import Order
+
+if TYPE_CHECKING:
+    from ._admission import Path
+
+__all__ = ["Booking", "Queue", "Waiter"]
+
+_State = Literal["queued", "granted", "failed", "gone"]
+_sequence = count()
+
+
+@final
+class Queue:
+    """What all paths of one limiter share: its order, its bound, its counts."""
+
+    __slots__ = (
+        "alone",
+        "debt_logged_at",
+        "max_waiting",
+        "order",
+        "pause_logged_at",
+        "unreconciled",
+        "wait_logged_at",
+        "waiting",
+        "waiting_tokens",
+    )
+
+    def __init__(self, order: Order, max_waiting: int | None, *, alone: bool) -> None:
+        self.order: Order = order
+        self.max_waiting: int | None = max_waiting
+        self.alone: bool = alone
+        self.waiting: int = 0
+        self.waiting_tokens: int = 0
+        self.unreconciled: int = 0
+        self.wait_logged_at: float = -math.inf
+        self.debt_logged_at: float = -math.inf
+        self.pause_logged_at: float = -math.inf
+
+
+class Booking(Protocol):
+    """What a waiter waits for: a lease, which the grant step fills in."""
+
+    usage: int | Usage
+    priority: int
+    tenant: Hashable
+
+    @property
+    def tokens(self) -> int: ...
+
+    def _book(self, path: Path, costs: list[int], charges: list[Any]) -> None:
+        """Take what the grant step has charged."""
+
+    def cancel(self) -> None:
+        """Give all of it back: the caller is gone."""
+
+
+@final
+class Waiter:
+    """A call in a queue, from its arrival until it is granted, fails or leaves."""
+
+    __slots__ = (
+        "alarm",
+        "arrived",
+        "bell",
+        "costs",
+        "deadline",
+        "error",
+        "key",
+        "lease",
+        "path",
+        "state",
+        "tokens",
+    )
+
+    def __init__(
+        self, path: Path, lease: Booking, costs: list[int], now: float, bell: Bell | None
+    ) -> None:
+        sequence = next(_sequence)
+        self.path = path
+        self.lease = lease
+        self.costs = costs
+        self.tokens = tokens = lease.tokens
+        self.arrived = now
+        self.key = path.queue.order.key(
+            lease.priority,
+            tokens,
+            lease.tenant,
+            now,
+            sequence,
+            backlogged=path.queue.waiting > 0,
+        )
+        self.bell = bell
+        self.state: _State = "queued"
+        self.error: RequestTooLarge | None = None
+        self.alarm = math.inf  # when one of its gates, or a gap, may let it go
+        self.deadline = math.inf  # when it gives up
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """(priority, arrival): what counts between limiters."""
+        return (self.lease.priority, self.key[-1])
+
+    def wake_at(self, when: float) -> None:
+        self.alarm = when
+        self.arm()
+
+    def arm(self) -> None:
+        """Set the bell's alarm for whatever comes first."""
+        if self.bell is not None:
+            self.bell.set_alarm(min(self.alarm, self.deadline))
+
+    def end(self, state: _State) -> None:
+        """Leave the queue, one way or the other."""
+        self.state = state
+        queue = self.path.queue
+        queue.waiting -= 1
+        queue.waiting_tokens -= self.tokens
+        if self.path.shares:
+            if state == "granted":
+                queue.order.granted(self.key)
+            else:
+                queue.order.settle(self.lease.tenant, -self.tokens)
+        if self.bell is not None and state != "gone":
+            self.bell.ring()
