@@ -61,7 +61,7 @@ class TestSeconds:
             finite_seconds(value, "wait")
 
     def test_refuses_zero_where_it_makes_no_sense(self) -> None:
-        with pytest.raises(ValueError, match="wait must be more than 0 finite_seconds, not 0"):
+        with pytest.raises(ValueError, match="wait must be more than 0 seconds, not 0"):
             positive_seconds(0, "wait")
 
 
