@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from asyncio import AbstractEventLoop, BaseEventLoop, Future, TimerHandle
+from asyncio import AbstractEventLoop, BaseEventLoop, Future, Handle
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol, final
@@ -149,12 +149,13 @@ class Bell(Protocol):
 class _AsyncioBell:
     """A bare future: an anyio.Event weighs 1.4 kB, and adds a task switch to each wake-up."""
 
-    __slots__ = ("_alarm", "_future", "_loop")
+    __slots__ = ("_alarm", "_future", "_loop", "_when")
 
     def __init__(self, loop: AbstractEventLoop) -> None:
         self._loop = loop
         self._future: Future[None] = loop.create_future()
-        self._alarm: TimerHandle | None = None
+        self._alarm: Handle | None = None
+        self._when = math.inf  # uvloop's handles do not tell
 
     def ring(self) -> None:
         if self._alarm is not None:
@@ -165,10 +166,11 @@ class _AsyncioBell:
 
     def set_alarm(self, when: float) -> None:
         if self._alarm is not None:
-            if self._alarm.when() == when:
+            if self._when == when:
                 return
             self._alarm.cancel()
             self._alarm = None
+        self._when = when
         if when < math.inf:
             self._alarm = self._loop.call_at(when, self._ring_alarm)
 

@@ -19,7 +19,8 @@ class Gate(Protocol):
     A gate is pure: no clock, no loop, no I/O. `now` is in seconds and, for a
     `timed` gate, never goes back, except as `shift` says. It does not know who
     waits: whoever asks looks at `ready_at` first and books with `charge` in the
-    same synchronous step. Changing a gate (its limit, say) wakes nobody.
+    same synchronous step. Changing a gate (its limit, say) wakes nobody. But for
+    `cost`, nothing here may raise.
 
     What `charge` and `correct` return is the gate's own record of a charge. It
     is handed back unchanged, and the latest one counts.
@@ -84,7 +85,7 @@ class InFlightGate:
     A limit of 0 is a pause; `math.inf` only counts. O(1) in time and memory.
     """
 
-    __slots__ = ("cost", "limit", "of", "used")
+    __slots__ = ("__weakref__", "cost", "limit", "of", "used")
 
     in_flight = True
     timed = False

@@ -6,8 +6,9 @@ import os
 import warnings
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, final
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from tokenflow._run import OUTSIDE, Run, current_run
 
@@ -31,7 +32,7 @@ class Turnstile:
         self.gate = gate
         self.lines: dict[Queue, list[tuple[Key, Path]]] = {}
         self.paths: WeakSet[Path] = WeakSet()
-        self.run: Run | None = None
+        self.run: Run | None = _last_run(gate)
         self.epoch = 0  # how often what was in flight has been given up
         self.pid = os.getpid()
         self.home: tuple[dict[Hashable, Turnstile], Hashable] | None = None  # where it is kept
@@ -92,6 +93,8 @@ class Turnstile:
         before, self.run = self.run, run
         if before is run:
             return
+        with suppress(TypeError):  # some gate that cannot be weakly referenced
+            _runs[self.gate] = run
         for path in list(self.paths):
             path.leave_run()
         if before is not None:
@@ -137,6 +140,16 @@ def _key(entry: tuple[Key, Path]) -> Key:
 
 # By id: a turnstile holds its gate, so that no id is used again while it is in here.
 _turnstiles: WeakValueDictionary[int, Turnstile] = WeakValueDictionary()
+
+
+# A gate may outlive all limiters over it; what it remembers is by this run's clock.
+_runs: WeakKeyDictionary[Gate, Run] = WeakKeyDictionary()
+
+
+def _last_run(gate: Gate) -> Run | None:
+    with suppress(TypeError):
+        return _runs.get(gate)
+    return None
 
 
 def turnstile(gate: Gate) -> Turnstile:

@@ -62,6 +62,7 @@ class WindowGate:
     """
 
     __slots__ = (
+        "__weakref__",
         "_amounts",
         "_base",
         "_blocks",
