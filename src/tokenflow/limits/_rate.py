@@ -217,10 +217,12 @@ class _Ledgers:
         )
 
     def __repr__(self) -> str:
+        quota = self.quota
+        if quota.by:  # every refusal shows this: not the time to add up all tenants
+            each = f"{self.limit:,} {quota.name} per {quota.per:g} s"
+            return f"{each} for each of {len(self._known)} tenants"
         now = self.statistics()
         shown = f"{now.used:,} of {now.limit:,} {now.name} per {now.per:g} s"
-        if self.quota.by:
-            shown += f" each for {now.ledgers} tenants"
         if now.paused_for:
             shown += f" (paused for {now.paused_for:.1f} s)"
         return shown
