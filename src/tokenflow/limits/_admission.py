@@ -291,12 +291,14 @@ class Path:
         Each is charged tentatively, and undone if the instant moves. The head's
         alarm is for whichever comes first, its own instant or that of one of them.
         """
+        self._reach = None
         head, company = self.head, self._has_company()
         _, known, wake = self._refusals(head, now, company)
-        if known == math.inf:
+        if known == math.inf or self.waiting == 1:
             return
         behind = self._behind_head()
-        self._reach = behind[-1].key if len(behind) == _BACKFILL else None
+        if len(behind) == _BACKFILL:
+            self._reach = behind[-1].key
         for waiter in behind:
             refused, ready, _ = self._refusals(waiter, now, company)
             if refused:
@@ -439,7 +441,7 @@ def settle(changed: Iterable[Turnstile], fresh: Collection[Path], now: float) ->
         if left:
             opened += [each for each in left if each.lines and each not in opened]
     for path in gaps:  # once everybody stands where others can see it
-        if path.waiting > 1:
+        if path.waiting:
             path.fill_gaps(now)
 
 
