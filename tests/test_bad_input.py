@@ -59,10 +59,10 @@ COUNTS: list[tuple[str, Callable[[Any], object]]] = [
     ("max_waiting", lambda n: TokenLimits(max_waiting=n)),
     ("limit", Quota),
     ("burst", lambda n: Quota(10, burst=n)),
-    ("limit", lambda n: TokenRateLimiter(tokens_per_minute=n)),
-    ("limit", lambda n: TokenRateLimiter(requests_per_minute=n)),
-    ("limit", lambda n: TokenRateLimiter(input_tokens_per_minute=n)),
-    ("limit", lambda n: TokenRateLimiter(output_tokens_per_minute=n)),
+    ("tokens_per_minute", lambda n: TokenRateLimiter(tokens_per_minute=n)),
+    ("requests_per_minute", lambda n: TokenRateLimiter(requests_per_minute=n)),
+    ("input_tokens_per_minute", lambda n: TokenRateLimiter(input_tokens_per_minute=n)),
+    ("output_tokens_per_minute", lambda n: TokenRateLimiter(output_tokens_per_minute=n)),
     ("limit", WindowGate),
     ("input_tokens", lambda n: Usage(input_tokens=n)),
     ("output_tokens", lambda n: Usage(output_tokens=n)),
@@ -76,8 +76,8 @@ COUNTS: list[tuple[str, Callable[[Any], object]]] = [
 ]
 AT_LEAST_ONE: list[tuple[str, Callable[[Any], object]]] = [
     ("limit", Quota),
-    ("limit", lambda n: TokenRateLimiter(tokens_per_minute=n)),
-    ("limit", lambda n: TokenRateLimiter(requests_per_minute=n)),
+    ("tokens_per_minute", lambda n: TokenRateLimiter(tokens_per_minute=n)),
+    ("requests_per_minute", lambda n: TokenRateLimiter(requests_per_minute=n)),
     ("burst", lambda n: Quota(10, burst=n)),
     ("choices", lambda n: Request(input_tokens=1, choices=n)),
 ]
@@ -218,8 +218,8 @@ NUMBERS: list[tuple[str, Callable[[Scene, Any], object]]] = [
     ("cost", lambda s, n: s.limiter.acquire_nowait(n)),
     ("cost", lambda s, n: s.limits.acquire_nowait(n)),
     ("cost", lambda s, n: s.limits.delay(n)),
-    ("cost", lambda s, n: s.lease.progress(n)),
-    ("cost", lambda s, n: s.lease.reconcile(n)),
+    ("usage", lambda s, n: s.lease.progress(n)),
+    ("actual", lambda s, n: s.lease.reconcile(n)),
     ("max_tokens", lambda s, n: setattr(s.semaphore, "max_tokens", n)),
     ("max_requests", lambda s, n: setattr(s.semaphore, "max_requests", n)),
     ("limit", lambda s, n: s.limiter.set_limit("mine", n)),
@@ -246,7 +246,7 @@ def test_a_refused_number_changes_nothing(
     table(
         [
             (lambda s: s.semaphore.acquire_nowait(None), TypeError, "cost .*None"),
-            (lambda s: s.lease.reconcile(None), TypeError, "cost .*None"),
+            (lambda s: s.lease.reconcile(None), TypeError, "actual .*None.*Usage.from_response"),
             (lambda s: s.semaphore.acquire_nowait(101), RequestTooLarge, "101 .*at most 100"),
             (lambda s: s.limits.acquire_nowait(101), RequestTooLarge, "101 .*at most 100"),
             (lambda s: s.limiter.acquire_nowait(1_001), RequestTooLarge, "1,001 .*at most 1,000"),
@@ -376,7 +376,7 @@ def test_a_senseless_reset_means_a_whole_window(reset: Any) -> None:
 def test_a_name_that_two_quotas_share_is_ambiguous() -> None:
     limiter = TokenRateLimiter(Quota(10), Quota(100, per=3_600))
     before = limiter.statistics().quotas
-    with pytest.raises(ValueError, match=r"2 quotas are called 'tokens'.*give each a name"):
+    with pytest.raises(ValueError, match=r"2 quotas are called 'tokens': give each its own name"):
         limiter.set_limit("tokens", 5)
     assert [quota.limit for quota in limiter.statistics().quotas] == [
         quota.limit for quota in before

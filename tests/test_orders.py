@@ -116,7 +116,44 @@ async def test_only_the_next_sixteen_may_backfill() -> None:
         assert await calls.start(limiter, 10, "the 17th") == ["the 16th"]
         calls.cancel("large 3")
         await wait_all_tasks_blocked()
-        assert calls.started == ["the 16th"]
+        assert calls.started == ["the 16th", "the 17th"]
+
+
+@pytest.mark.xfail(strict=True, reason="the reach is that from before the grants")
+async def test_who_moves_up_behind_one_that_went_may_backfill() -> None:
+    limiter = await window_of(Fifo())
+    async with Calls() as calls:
+        await calls.start(limiter, 60, "head", *[f"large {n}" for n in range(16)])
+        await calls.start(limiter, 10, "first")
+        await calls.start(limiter, 60, "large 16")
+        await calls.start(limiter, 10, "second")
+        calls.cancel("large 3")
+        await wait_all_tasks_blocked()
+        assert calls.started == ["first"]
+        calls.cancel("large 16")
+        await wait_all_tasks_blocked()
+        assert calls.started == ["first", "second"]
+
+
+async def test_a_newcomer_whose_priority_puts_it_within_reach_may_backfill() -> None:
+    limiter = await window_of(Fifo())
+    async with Calls() as calls:
+        await calls.start(limiter, 60, "head", priority=-1)
+        await calls.start(limiter, 60, *[f"large {n}" for n in range(20)])
+        assert await calls.start(limiter, 10, "last") == []
+        assert await calls.start(limiter, 10, "urgent", priority=-1) == ["urgent"]
+
+
+async def test_a_small_call_goes_when_those_between_it_and_the_head_have_left() -> None:
+    limiter = await window_of(Fifo())
+    async with Calls() as calls:
+        large = [f"large {n}" for n in range(17)]
+        await calls.start(limiter, 60, "head", *large)
+        assert await calls.start(limiter, 5, "small") == []
+        calls.cancel(*large)
+        await wait_all_tasks_blocked()
+        assert calls.started == ["small"]
+        assert anyio.current_time() == 1
 
 
 async def test_a_wait_for_a_release_is_no_known_instant() -> None:

@@ -703,7 +703,7 @@ async def test_an_infinite_max_wait_waits() -> None:
 async def test_a_max_wait_that_is_known_to_be_in_vain_raises_at_once() -> None:
     limiter = TokenRateLimiter(tokens_per_minute=10)
     limiter.acquire_nowait(10).release()
-    with pytest.raises(WaitTimeout, match="ready in 60 s") as caught:
+    with pytest.raises(WaitTimeout, match="60 s at the earliest, more if others wait") as caught:
         await limiter.acquire(5, max_wait=59)
     assert anyio.current_time() == 0
     assert caught.value.retry_after == 60
@@ -804,8 +804,10 @@ async def test_a_reservation_is_entered_once_and_with_async() -> None:
             correct(1)
     reservation.release()
     async with reservation:
-        with pytest.raises(RuntimeError, match="call reserve"):
+        with pytest.raises(RuntimeError, match="held already is released by plain `with lease:`"):
             await reservation.__aenter__()
+    with pytest.raises(RuntimeError, match=r"entered once: call reserve\(\) again"):
+        await reservation.__aenter__()
     assert idle(semaphore)
 
 
@@ -910,11 +912,45 @@ async def test_a_dropped_lease_warns_and_names_its_cost() -> None:
     assert semaphore.statistics().tokens_in_flight == 1_200
 
 
-async def test_leases_that_are_given_back_or_never_taken_do_not_warn() -> None:
+async def test_a_reservation_that_is_never_entered_warns_and_names_its_cost() -> None:
+    semaphore = TokenSemaphore(10_000)
+    reservation = semaphore.reserve(1_200)
+    with pytest.warns(RuntimeWarning, match=r"1,200 tokens.*was never entered.*async with"):
+        del reservation
+    with pytest.warns(RuntimeWarning, match="1,200 tokens"):
+        semaphore.reserve(1_200)
+    assert idle(semaphore)
+
+
+async def test_a_reservation_is_entered_by_one_task_only() -> None:
+    """Also while the first that entered it still waits."""
+    semaphore = TokenSemaphore(100)
+    lease = semaphore.acquire_nowait(100)
+    reservation = semaphore.reserve(50)
+    errors: list[RuntimeError] = []
+
+    async def enter() -> None:
+        try:
+            async with reservation:
+                pass
+        except RuntimeError as error:
+            errors.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(enter)
+        tasks.start_soon(enter)
+        await wait_all_tasks_blocked()
+        lease.release()
+    assert [str(error) for error in errors] == [
+        "a reservation can be entered once: call reserve() again"
+    ]
+    assert idle(semaphore)
+
+
+async def test_leases_that_are_given_back_or_refused_do_not_warn() -> None:
     semaphore = TokenSemaphore(10)
     semaphore.acquire_nowait(1).release()
     semaphore.acquire_nowait(1).cancel()
-    semaphore.reserve(1)
     with pytest.raises(RequestTooLarge):
         semaphore.acquire_nowait(11)
     with warnings.catch_warnings(record=True) as caught:
