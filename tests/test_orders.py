@@ -119,7 +119,6 @@ async def test_only_the_next_sixteen_may_backfill() -> None:
         assert calls.started == ["the 16th", "the 17th"]
 
 
-@pytest.mark.xfail(strict=True, reason="the reach is that from before the grants")
 async def test_who_moves_up_behind_one_that_went_may_backfill() -> None:
     limiter = await window_of(Fifo())
     async with Calls() as calls:

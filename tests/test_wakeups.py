@@ -148,7 +148,6 @@ def test_a_newcomer_and_a_leaver_cost_the_same_whoever_waits() -> None:
     same(run_virtual("asyncio", main, FEW), run_virtual("asyncio", main, 2_000))
 
 
-@pytest.mark.xfail(strict=True, reason="the refusal's message counts every ledger")
 def test_many_tenants_that_wait_at_one_gate_cost_what_a_few_do() -> None:
     """Each tenant is a path of its own."""
 

@@ -296,20 +296,27 @@ class Path:
         _, known, wake = self._refusals(head, now, company)
         if known == math.inf or self.waiting == 1:
             return
-        behind = self._behind_head()
-        if len(behind) == _BACKFILL:
-            self._reach = behind[-1].key
-        for waiter in behind:
-            refused, ready, _ = self._refusals(waiter, now, company)
-            if refused:
-                wake = min(wake, ready)
-                continue
-            charges = self.charge(waiter.costs, now)
-            if self.ready_at(head.costs, now) <= known:
-                self._grant(waiter, charges)
-            else:
-                self.undo(charges, now)
+        granted = True
+        while granted:  # others move up behind those that went
+            granted = False
+            behind = self._behind_head()
+            self._reach = behind[-1].key if len(behind) == _BACKFILL else None
+            for waiter in behind:
+                refused, ready, _ = self._refusals(waiter, now, company)
+                if refused:
+                    wake = min(wake, ready)
+                elif self._fits_before(head, waiter, known, now):
+                    granted = True
         self._arm(head, wake)
+
+    def _fits_before(self, head: Waiter, waiter: Waiter, known: float, now: float) -> bool:
+        """Grant it, if that leaves the head's instant where it is."""
+        charges = self.charge(waiter.costs, now)
+        if self.ready_at(head.costs, now) > known:
+            self.undo(charges, now)
+            return False
+        self._grant(waiter, charges)
+        return True
 
     def _has_company(self) -> bool:
         """Does anybody else stand at one of these gates?"""
