@@ -257,8 +257,6 @@ class Path:
 
     def price(self, cost: int | Usage) -> list[int]:
         """What a call costs at each gate: all that may run a user's code."""
-        if self.plain is not None and isinstance(cost, int):
-            return [cost if counts_tokens else 1 for counts_tokens in self.plain]
         return [gate.cost(cost) for gate in self.gates]
 
     def undo(self, charges: Sequence[Any], now: float) -> None:

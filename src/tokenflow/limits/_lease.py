@@ -249,7 +249,10 @@ class Lease:
         now = run.now() if path.timed else 0.0
         gate = path.only
         if gate is None:
-            costs = path.price(cost)
+            if path.plain is not None and type(cost) is int:  # price(), without calls
+                costs = [cost if counts_tokens else 1 for counts_tokens in path.plain]
+            else:
+                costs = path.price(cost)
             if limiter._admit(path, self, costs, now):
                 return self
         else:

@@ -146,14 +146,14 @@ class WindowGate:
     def ready_at(self, cost: int, now: float) -> float:
         if now >= self._stale_at:
             self._expire(now)
+        over = self.used + self._foreign + cost - self._limit
+        if over <= 0 and now >= self._paused_until and self._burst is None:
+            return now  # the common case, in few steps
         if cost > self._limit:
             return math.inf
-        ready = now
-        if now < self._paused_until:
-            ready = self._paused_until
+        ready = max(now, self._paused_until)
         if self._burst is not None:
             ready = max(ready, self._clear_at - max(0, self._burst - cost) * self._interval)
-        over = self.used + self._foreign + cost - self._limit
         return ready if over <= 0 else max(ready, self._drained_at(over))
 
     def charge(self, cost: int, now: float) -> _Charge:
