@@ -99,6 +99,9 @@ class HistoricalEstimator(ScoredEstimator):
         """Return the calibrated quantile for calls like this, at most what is declared."""
         history = self._histories.get(_key(request))
         if history is not None and history.weight == 1.0:
+            if request.max_output_tokens is None:  # _hand_out(), for one call less
+                wanted = math.ceil(history.tokens * self._margin * request.choices)
+                return OutputEstimate(wanted, self._quantile)
             return self._hand_out(request, history.tokens, self._quantile)
         prior = self._prior.estimate(request)
         weight = history.weight if history else 0.0
@@ -121,7 +124,10 @@ class HistoricalEstimator(ScoredEstimator):
         declared = request.max_output_tokens
         if declared == 0:
             return
-        history = self._touch(_key(request))
+        key = _key(request)
+        history = self._histories.get(key)
+        if history is None or len(self._histories) > 1:
+            history = self._touch(key)
         cold = history.weight < 1.0
         tokens: float = history.tokens
         if cold:
@@ -129,8 +135,8 @@ class HistoricalEstimator(ScoredEstimator):
         estimated = math.ceil(tokens * self._margin * request.choices)
         if declared is not None:
             estimated = min(estimated, declared * request.choices)
-        history.score.add(request.input_tokens, estimated, output_tokens)
-        self._score.ratios.append(estimated / (output_tokens or 1))
+        ratio = history.score.add(request.input_tokens, estimated, output_tokens)
+        self._score.ratios.append(ratio)
         output = -(-output_tokens // request.choices)
         if truncated or (declared is not None and output >= declared):
             output = history.complete(output)

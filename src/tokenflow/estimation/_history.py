@@ -102,7 +102,11 @@ class History:
             del ordered[bisect_left(ordered, self._ring.popleft())]
         self._ring.append(output)
         insort(ordered, output)
-        self._read()
+        rank = int(self.level * len(ordered))
+        if rank < len(ordered) and self.weight == 1.0:
+            self.tokens = ordered[rank]  # the common case of _read()
+        else:
+            self._read()
 
     def _read(self) -> None:
         """Read the window at `level`; above 1, the largest output is scaled up by it."""

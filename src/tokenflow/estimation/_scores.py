@@ -67,14 +67,16 @@ class Score:
         self.calls = self.under = self.input = self.estimated = self.output = 0
         self.ratios: deque[float] = deque(maxlen=recent)
 
-    def add(self, input_tokens: int, estimated: int, output: int) -> None:
-        """Enter one finished call."""
+    def add(self, input_tokens: int, estimated: int, output: int) -> float:
+        """Enter one finished call; returns its error ratio."""
         self.calls += 1
         self.under += output > estimated
         self.input += input_tokens
         self.estimated += estimated
         self.output += output
-        self.ratios.append(estimated / (output or 1))
+        ratio = estimated / (output or 1)
+        self.ratios.append(ratio)
+        return ratio
 
     def absorb(self, other: Score) -> None:
         """Add the totals of `other`; its error ratios stay its own."""
