@@ -338,6 +338,11 @@ class TestHostileEncoder:
 
 @pytest.mark.anyio
 class TestOffTheLoop:
+    @pytest.fixture(params=["asyncio", "trio"])
+    def anyio_backend(self, request: pytest.FixtureRequest) -> str:
+        """By the real clock: trio's virtual one does not wait for a thread that takes its time."""
+        return str(request.param)
+
     @pytest.fixture
     def threads(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """Where the counting was done."""
