@@ -75,7 +75,7 @@ class Fifo(Order):
     def __init__(self, *, backfill: bool = True, lane_seconds: float | None = None) -> None:
         if not isinstance(backfill, bool):
             raise TypeError(f"backfill must be True or False, not {backfill!r}")
-        self.backfill = backfill
+        self.backfill: bool = backfill
         self._lane = None if lane_seconds is None else finite_seconds(lane_seconds, "lane_seconds")
 
     def key(
@@ -148,7 +148,7 @@ class FairShare(Order):
 
     __slots__ = ("_finish", "_sweep_at", "_virtual", "_weights")
 
-    shares = True
+    shares: bool = True
 
     def __init__(self, weights: Mapping[Any, float] | None = None) -> None:
         if weights is not None and not isinstance(weights, Mapping):

@@ -106,7 +106,7 @@ class WindowGate:
         if settle not in ("actual", "reserved"):
             raise ValueError(f'settle must be "actual" or "reserved", not {settle!r}')
         self.cost: CostFunction = cost_function(of, declared=settle == "reserved")
-        self.of = unit_name(of)
+        self.of: str = unit_name(of)
         self.per: float = positive_seconds(per, "per")
         self.used: int = 0
         self._settle = settle
