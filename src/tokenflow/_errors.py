@@ -15,6 +15,7 @@ __all__ = [
     "QueueFull",
     "RequestTooLarge",
     "TokenflowError",
+    "UnknownModel",
     "WaitTimeout",
     "WrongResultCount",
 ]
@@ -74,6 +75,15 @@ class NoReplica(TokenflowError):
     def __init__(self, message: str, *, largest: int | None = None) -> None:
         super().__init__(message)
         self.largest = largest
+
+
+@final
+class UnknownModel(TokenflowError, LookupError):
+    """No pattern of a flow matches `model`, so that nothing says what limits it."""
+
+    def __init__(self, message: str, *, model: str | None = None) -> None:
+        super().__init__(message)
+        self.model = model
 
 
 class BatchError(TokenflowError):

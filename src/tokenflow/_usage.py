@@ -216,7 +216,7 @@ class QuotaStatus:
 
     `of` is the unit ("tokens", "input_tokens", "output_tokens", "requests" or a
     quota's name), `per` its period and `reset` the time until it is full again,
-    both in seconds.
+    both in seconds. `refills_steadily` until then, as a bucket does, or all at once?
     """
 
     of: str
@@ -224,6 +224,7 @@ class QuotaStatus:
     limit: int | None = None
     remaining: int | None = None
     reset: float | None = None
+    refills_steadily: bool = False
 
 
 @final
@@ -231,8 +232,11 @@ class QuotaStatus:
 class RateLimitStatus:
     """What a server said about its quotas, as parsed from one response.
 
-    `retry_after` is how long it asks everyone to wait, in seconds.
+    `retry_after` is how long it asks everyone to wait, and `age` how long ago the call
+    was sent that brought the response, both in seconds: the server has counted at some
+    instant since then.
     """
 
     quotas: tuple[QuotaStatus, ...] = ()
     retry_after: float | None = None
+    age: float = 0.0

@@ -1,4 +1,4 @@
-"""Token usage and declared maxima, as providers write them.
+"""Token usage, texts and declared maxima, as providers write them.
 
 A usage is reduced to one flat dictionary of the numbers it holds, under its own
 names; streams are merged there, and only then is it interpreted, by the first
@@ -11,12 +11,12 @@ these are other people's servers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple, final
 
 from ._usage import Request, Usage
 
-__all__ = ["UsageReader", "read_request", "read_usage"]
+__all__ = ["UsageReader", "emitted_text", "is_cut_off", "is_last", "read_request", "read_usage"]
 
 
 class _Dialect(NamedTuple):
@@ -66,7 +66,7 @@ _DIALECTS: Final = (
     _Dialect(("total_tokens",), ()),
 )
 _DETAILS: Final = ("prompt_tokens_details", "input_tokens_details")
-_NUMBERS: Final = tuple({name for dialect in _DIALECTS for names in dialect for name in names})
+_NUMBERS: Final = frozenset(name for dialect in _DIALECTS for names in dialect for name in names)
 _LARGEST: Final = 1 << 40  # beyond it is nonsense, and would be charged
 
 # Where a usage is kept, from the outermost object inwards.
@@ -95,6 +95,25 @@ _MAXIMA: Final = (
     "maxTokens",
 )
 _CHOICES: Final = ("n", "best_of", "candidateCount", "candidate_count")
+# Where a chunk keeps its text; of two names for the same reasoning a server sends one.
+_DELTAS: Final = (
+    "content",
+    "reasoning_content",
+    "reasoning",
+    "refusal",
+    "text",
+    "thinking",
+    "partial_json",
+)
+_STOPS: Final = (
+    ("stop_reason",),
+    ("delta", "stop_reason"),
+    ("status",),
+    ("response", "status"),
+    ("stopReason",),
+)
+_CUT_OFF: Final = ("length", "max_tokens", "MAX_TOKENS", "incomplete")
+_GOES_ON: Final = ("", "in_progress", "queued")
 _SETTINGS: Final = ("generationConfig", "generation_config", "inferenceConfig", "parameters")
 
 
@@ -112,15 +131,20 @@ class UsageReader:
     Usage(input_tokens=25, output_tokens=15)
     """
 
-    __slots__ = ("_numbers",)
+    __slots__ = ("_numbers", "_usage", "is_fed")
 
     def __init__(self) -> None:
+        self.is_fed: bool = False  # did the last chunk say anything?
         self._numbers: dict[str, int] = {}
+        self._usage: Usage | None = None  # what they mean
 
     def feed(self, chunk: object) -> None:
         """Take what `chunk` says about usage, if anything."""
+        self.is_fed = False
         for place in _PLACES:
-            if self._take(_at(chunk, place)):
+            found = _at(chunk, place)
+            if found is not None and self._take(found):
+                self.is_fed = True
                 return
 
     def feed_usage(self, usage: object) -> None:
@@ -132,16 +156,14 @@ class UsageReader:
             found = _numbers(_at(usage, level))
             if found:
                 self._numbers.update({k: max(v, self._numbers.get(k, 0)) for k, v in found.items()})
+                self._usage = _meaning(self._numbers)
                 return True
         return False
 
     @property
     def usage(self) -> Usage | None:
         """What has been reported so far; None where nothing was."""
-        for dialect in _DIALECTS:
-            if any(name in self._numbers for name in (*dialect.input, *dialect.output)):
-                return _interpret(self._numbers, dialect)
-        return None
+        return self._usage
 
 
 def read_usage(response: object) -> Usage:
@@ -153,13 +175,14 @@ def read_usage(response: object) -> Usage:
         reader.feed(event)
     if reader.usage is None:
         reader.feed_usage(response)
-    if reader.usage is None:
+    usage = reader.usage
+    if usage is None:
         raise ValueError(
             f"no token usage in this {type(response).__name__}: streams of chat completions "
             "report it only with stream_options={'include_usage': True}, in their last chunk, "
             "and a stream that broke off has none"
         )
-    return reader.usage
+    return usage
 
 
 def read_request(body: object, *, input_tokens: int, task: str | None = None) -> Request:
@@ -174,10 +197,65 @@ def read_request(body: object, *, input_tokens: int, task: str | None = None) ->
     )
 
 
+def emitted_text(event: object) -> str:
+    """What one chunk or event of a stream adds to the output, reasoning and tool calls included."""
+    texts: list[str] = []
+    kind = _get(event, "type")
+    delta = _get(event, "delta")
+    if isinstance(delta, str):  # Responses: response.output_text.delta and its like
+        texts.append(delta)
+    elif kind == "content_block_delta":  # Anthropic
+        _gather(delta, _DELTAS, texts)
+    for choice in _list(_get(event, "choices")):
+        _gather(choice, ("text",), texts)
+        delta = _get(choice, "delta")
+        _gather(delta, _DELTAS, texts)
+        for call in _list(_get(delta, "tool_calls")):
+            _gather(_get(call, "function"), ("name", "arguments"), texts)
+    for candidate in _list(_get(event, "candidates")):
+        for part in _list(_at(candidate, ("content", "parts"))):
+            _gather(part, ("text",), texts)
+    return "".join(texts)
+
+
+def is_cut_off(response: object) -> bool:
+    """Does it say that the output met its maximum, so that it would have been longer?"""
+    return any(reason in _CUT_OFF for reason in _reasons(response))
+
+
+def is_last(event: object) -> bool:
+    """Does an event with a usage in it end its stream, whatever may follow?"""
+    if _get(event, "choices") == []:  # chat completions, with `include_usage`
+        return True
+    return any(isinstance(reason, str) and reason not in _GOES_ON for reason in _reasons(event))
+
+
+def _reasons(response: object) -> Iterator[object]:
+    """Why it stopped; None where it has not."""
+    for place in _STOPS:
+        yield _at(response, place)
+    for choices in ("choices", "candidates"):
+        for choice in _list(_get(response, choices)):
+            yield _get(choice, "finish_reason")
+            yield _get(choice, "finishReason")
+
+
+def _gather(owner: object, names: tuple[str, ...], texts: list[str]) -> None:
+    for name in names:
+        text = None if owner is None else _get(owner, name)
+        if isinstance(text, str):
+            texts.append(text)
+
+
+def _list(found: object) -> Iterable[object]:
+    return found if isinstance(found, (list, tuple)) else ()
+
+
 def _largest_setting(body: object, names: tuple[str, ...]) -> int | None:
     places = (body, *(_get(body, settings) for settings in _SETTINGS))
-    values = [_count(place, name) for place in places for name in names if place is not None]
-    return max((value for value in values if value is not None), default=None)
+    found = [_get(place, name) for place in places if place is not None for name in names]
+    counts = [_count(value) for value in found if value is not None]
+    return max((count for count in counts if count is not None), default=None)
 
 
 def _at(found: object, place: Iterable[str]) -> object:
@@ -187,12 +265,13 @@ def _at(found: object, place: Iterable[str]) -> object:
 
 
 def _get(owner: object, name: str) -> object:
-    return owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name, None)
+    if type(owner) is dict or isinstance(owner, Mapping):  # the first is much faster
+        return owner.get(name)
+    return getattr(owner, name, None)
 
 
-def _count(owner: object, name: str) -> int | None:
+def _count(value: object) -> int | None:
     """A whole number that makes sense, or None; Cohere sends whole floats."""
-    value = _get(owner, name)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return value if type(value) is int and 0 <= value <= _LARGEST else None
@@ -201,10 +280,19 @@ def _count(owner: object, name: str) -> int | None:
 def _numbers(usage: object) -> dict[str, int]:
     if usage is None:
         return {}
-    found = {name: _count(usage, name) for name in _NUMBERS}
+    names = [name for name in usage if name in _NUMBERS] if type(usage) is dict else _NUMBERS
+    found = {name: _get(usage, name) for name in names}
     for name in _DETAILS:
-        found[name] = _count(_get(usage, name), "cached_tokens")
-    return {name: count for name, count in found.items() if count is not None}
+        found[name] = _get(found.get(name), "cached_tokens")
+    counts = {name: _count(value) for name, value in found.items() if value is not None}
+    return {name: count for name, count in counts.items() if count is not None}
+
+
+def _meaning(numbers: Mapping[str, int]) -> Usage | None:
+    for dialect in _DIALECTS:
+        if any(name in numbers for name in (*dialect.input, *dialect.output)):
+            return _interpret(numbers, dialect)
+    return None
 
 
 def _interpret(numbers: Mapping[str, int], dialect: _Dialect) -> Usage:
