@@ -19,16 +19,20 @@ from tokenflow import (
     Quota,
     QuotaStatus,
     RateLimitStatus,
+    Replica,
     SmallestFirst,
     TokenflowError,
     TokenLimits,
     TokenRateLimiter,
+    TokenRouter,
     TokenSemaphore,
     Usage,
 )
 from tokenflow.limits import Limiter, WindowGate
 from tokenflow.limits._admission import Path
-from tokenflow.limits._turnstile import turnstile
+from tokenflow.limits._fork import Fork
+from tokenflow.limits._turnstile import Turnstile, turnstile
+from tokenflow.limits._waiter import Waiter
 
 PER = 10.0
 
@@ -50,6 +54,12 @@ OPS = (
     "set limit",
     "pause",
     "observe",
+    "cooldown",
+    "drain",
+    "restore",
+    "restore",
+    "replace",
+    "failed",
     "turn",
     "turn",
     "turn",
@@ -83,7 +93,8 @@ class CheckedWindow:
         return sum(amount for when, amount in self.log if now - when < per)
 
     def check(self, now: float) -> None:
-        own = self.real.used_at(now) - (self.real._foreign if now < self.real._foreign_until else 0)
+        others = sum(amount for leaves, amount in self.real._others if now < leaves)
+        own = self.real.used_at(now) - others
         assert self.sum_since(now, PER) <= own <= self.sum_since(now, PER * 1.001)
         assert self.real.used == sum(self.real._amounts[self.real._first :])
         assert self.real.used == sum(self.real._blocks)
@@ -149,12 +160,30 @@ class World:
             TokenLimits(self.semaphore, self.tenants, self.rate, order=FairShare({"a": 3})),
             TokenLimits(self.rate, self.semaphore, oversize="alone"),
         ]
+        self.router = TokenRouter(
+            [
+                Replica("a", max_tokens=60, limiter=self.rate),
+                Replica("b", max_tokens=90, max_requests=3, model="m", region="eu"),
+                Replica("c", context_window=50, limiter=TokenLimits(self.semaphore, self.tenants)),
+            ]
+        )
+        self.limiters += [
+            self.router,
+            TokenLimits(self.router, self.tenants, order=SmallestFirst()),
+            TokenLimits(self.semaphore, self.router, order=FairShare(), oversize="alone"),
+        ]
 
     async def call(self, limiter: Limiter, cost: int, scope: anyio.CancelScope) -> None:
         with scope:
             try:
                 lease = await limiter.acquire(
-                    cost, priority=cost % 3, tenant="abc"[cost % 3], max_wait=40 if cost % 5 else 3
+                    cost,
+                    priority=cost % 3,
+                    tenant="abc"[cost % 3],
+                    max_wait=40 if cost % 5 else 3,
+                    model="m" if cost % 4 else None,
+                    affinity=cost % 2,
+                    exclude=("b",) if cost % 7 == 0 else (),
                 )
             except TokenflowError:
                 return
@@ -182,6 +211,13 @@ class World:
             self.rate.set_limit("tokens", 100 + amount)
         elif what == "pause":
             self.rate.pause(amount / 50)
+        elif what in ("cooldown", "drain", "restore"):
+            name, settings = "abc"[which % 3], (amount / 50,) if what == "cooldown" else ()
+            getattr(self.router, what)(name, *settings)
+        elif what == "replace":
+            replica = self.router.replicas[which % 3]
+            self.router.remove(replica.name)
+            self.router.add(replica)
         elif what == "observe":
             status = QuotaStatus(of="tokens", remaining=amount * 2, reset=amount / 20)
             self.rate.observe(RateLimitStatus(quotas=(status,)))
@@ -199,6 +235,8 @@ class World:
             lease.progress(Usage(input_tokens=amount))
         elif what == "reconcile":
             lease.reconcile(amount)
+        elif what == "failed":
+            lease.failed()
 
     def check(self) -> None:
         """What holds whenever all tasks wait."""
@@ -207,6 +245,11 @@ class World:
         held = [lease for lease in self.leases if tokens in lease._path.gates]
         assert tokens.used == sum(lease.tokens for lease in held)  # type: ignore[attr-defined]
         assert requests.used == len(held)  # type: ignore[attr-defined]
+        for replica, ledger in zip(self.router.replicas, self.router._fleet, strict=True):
+            held = [lease for lease in self.leases if ledger in lease._path.gates]
+            assert ledger.used == sum(lease.tokens or 1 for lease in held)
+            assert ledger.calls == len(held)
+            assert all(lease.replica is replica for lease in held)
         for limiter in self.limiters:
             waiting = 0
             for path in paths_of(limiter):
@@ -219,10 +262,18 @@ class World:
         """Nobody waits for nothing: some gate refuses the head, or somebody goes before it."""
         head = path.head
         assert path.stands
-        assert any(
-            each.bars(head) or each.gate.ready_at(path._asked(each.gate, cost), now) > now
-            for each, cost in zip(path.turnstiles, head.costs, strict=True)
-            if cost
+        if not isinstance(path, Fork):
+            stations = [(each, i) for i, each in enumerate(path.turnstiles)]
+            assert self.is_refused(head, stations, now)
+        elif not self.is_refused(head, path._required, now):
+            assert all(self.is_refused(head, way, now) for way in path._ways.values())
+
+    def is_refused(self, head: Waiter, stations: list[tuple[Turnstile, int]], now: float) -> bool:
+        """Has some gate no room for it, or is it barred there?"""
+        return any(
+            each.bars(head) or each.gate.ready_at(head.path._asked(each.gate, cost), now) > now
+            for each, i in stations
+            if (cost := head.costs[i])
         )
 
     async def end(self) -> None:
@@ -234,6 +285,9 @@ class World:
             lease.release()
         self.leases.clear()
         self.check()
+        for name in "abc":
+            self.router.restore(name)
+        assert not any(each.tokens_in_flight for each in self.router.statistics().replicas)
         await anyio.sleep(PER * 1.01)
         self.semaphore.max_tokens = 100
         self.rate.set_limit("tokens", 200)
@@ -249,7 +303,10 @@ class World:
 
 def paths_of(limiter: Limiter) -> list[Path]:
     """All paths of one limiter, whatever they need."""
-    gates = [gate for tenant in ("a", "b", "c", None) for gate in limiter._gates(tenant)]
+    tenants = ("a", "b", "c", None)
+    gates = [gate for tenant in tenants for gate in limiter._gates(tenant)]
+    for ledger in limiter._choice.options(None) if limiter._choice is not None else ():
+        gates += [gate for tenant in tenants for gate in ledger.gates(tenant)]
     paths = {path for gate in gates for path in turnstile(gate).paths}
     return [path for path in paths if path.queue is limiter._queue]
 

@@ -146,11 +146,11 @@ SETTINGS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (TokenRateLimiter, ValueError, "without a quota limits nothing: pass tokens_per_minute"),
     (lambda: TokenRateLimiter(10), TypeError, r"Quota\(...\) objects, not 10"),  # type: ignore[arg-type]
     (lambda: TokenRateLimiter(Quota), TypeError, r"Quota\(...\) objects"),  # type: ignore[arg-type]
-    (lambda: TokenLimits(10), TypeError, "limiters and gates, not 10"),  # type: ignore[arg-type]
-    (lambda: TokenLimits(None), TypeError, "limiters and gates, not None"),  # type: ignore[arg-type]
-    (lambda: TokenLimits([TokenSemaphore(1)]), TypeError, "limiters and gates"),  # type: ignore[arg-type]
-    (lambda: TokenLimits(TokenSemaphore), TypeError, "limiters and gates"),  # type: ignore[arg-type]
-    (lambda: TokenLimits(InFlightGate), TypeError, "limiters and gates"),  # type: ignore[arg-type]
+    (lambda: TokenLimits(10), TypeError, "limiters, gates and providers, not 10"),  # type: ignore[arg-type]
+    (lambda: TokenLimits(None), TypeError, "limiters, gates and providers, not None"),  # type: ignore[arg-type]
+    (lambda: TokenLimits([TokenSemaphore(1)]), TypeError, "limiters, gates and providers"),  # type: ignore[arg-type]
+    (lambda: TokenLimits(TokenSemaphore), TypeError, "limiters, gates and providers"),  # type: ignore[arg-type]
+    (lambda: TokenLimits(InFlightGate), TypeError, "limiters, gates and providers"),  # type: ignore[arg-type]
     (lambda: InFlightGate(10, of="token"), ValueError, "of must be .*'token'"),
     (lambda: FairShare({"a": 0}), ValueError, "weight of 'a' must be > 0 .*not 0"),
     (lambda: FairShare({"a": -1}), ValueError, "weight of 'a' must be > 0 .*not -1"),

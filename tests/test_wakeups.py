@@ -23,9 +23,11 @@ from tokenflow import (
     Quota,
     QuotaStatus,
     RateLimitStatus,
+    Replica,
     SmallestFirst,
     TokenLimits,
     TokenRateLimiter,
+    TokenRouter,
     TokenSemaphore,
 )
 from tokenflow.limits import Limiter, Order, WindowGate
@@ -159,6 +161,28 @@ def test_many_tenants_that_wait_at_one_gate_cost_what_a_few_do() -> None:
             return [steps(refused, limits), steps(lease.release)]
 
     same(run_virtual("asyncio", main, FEW), run_virtual("asyncio", main, 1_000))
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one path", "a path for each tenant"])
+def test_a_router_looks_once_whoever_waits(several: bool) -> None:
+    async def main(count: int) -> list[int]:
+        rate = TokenRateLimiter(Quota(10**6, by="tenant" if several else None))
+        router = TokenRouter([Replica(name, max_tokens=10) for name in "abcd"])
+        limits = TokenLimits(rate, router)
+        leases = [limits.acquire_nowait(10) for _ in "abcd"]
+        async with waiting(limits, count, tenant=lambda n: n * several) as tasks:
+            with Steps() as arrival:
+                tasks.append(asyncio.create_task(limits.acquire(10, tenant=1)))
+                await wait_all_tasks_blocked()
+            tasks[count // 2].cancel()
+            return [
+                arrival.count,
+                steps(leases[0].reconcile, 9),
+                *(steps(lease.release) for lease in leases),
+                steps(router.cooldown, "a", 1),
+            ]
+
+    same(run_virtual("asyncio", main, FEW), run_virtual("asyncio", main, 500))
 
 
 def test_an_observation_costs_the_same_whoever_waits() -> None:

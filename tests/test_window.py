@@ -1,5 +1,6 @@
 """The sliding window as a pure ledger, against an exact log of every charge."""
 
+import gc
 import math
 import random
 import sys
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.oracle import greatest_window, saturate
+from tests.servers import Bucket, Minute
 from tokenflow import Quota, QuotaStatus, TokenRateLimiter
 from tokenflow.limits import WindowGate
 
@@ -224,11 +226,14 @@ def calls_made(func: Callable[[], object]) -> int:
         calls += event in ("call", "c_call")
 
     before = sys.getprofile()
+    gc.collect()
+    gc.disable()  # or finalizers that it happens to run would count
     sys.setprofile(count)
     try:
         func()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return calls
 
 
@@ -277,6 +282,17 @@ def test_two_charges_of_one_instant_undone_in_either_order() -> None:
     gate.undo(cancelled, 0.01)
     assert gate.ready_at(LIMIT, 0.02) - 0.01 >= PER
     assert gate.ready_at(20, 0.02) - 0.01 >= PER
+
+
+def test_undone_in_another_run_after_the_slot_behind_it_was_taken_back() -> None:
+    gate = WindowGate(LIMIT, PER)
+    first, second = gate.charge(4, 0.0), gate.charge(60, 0.0)
+    gate.undo(gate.charge(1, 1.0), 1.0)
+    gate.shift(4_000.0)
+    gate.undo(first, 4_001.0)
+    assert gate.used == sum(gate._amounts) == 60
+    gate.undo(second, 4_001.0)
+    assert gate.used == sum(gate._amounts) == 0
 
 
 def test_a_charge_corrected_to_nothing_can_still_be_undone() -> None:
@@ -347,8 +363,8 @@ def test_a_pause_only_ever_extends() -> None:
     assert gate.ready_at(1, 11.0) == 11
 
 
-def observe(gate: WindowGate, now: float, **said: Any) -> None:
-    gate.observe(QuotaStatus(of="tokens", **said), now)
+def observe(gate: WindowGate, now: float, age: float = 0.0, /, **said: Any) -> None:
+    gate.observe(QuotaStatus(of="tokens", **said), now, age)
 
 
 def test_foreign_use_is_replaced_and_leaves_at_its_reset() -> None:
@@ -390,6 +406,125 @@ def test_ready_at_is_the_first_instant_with_foreign_use(
     if ready > 50:
         assert gate.used_at(math.nextafter(ready, 0)) + cost > LIMIT
     assert gate.used_at(ready) + cost <= LIMIT
+
+
+@given(
+    calls=st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 1 / 64, 0.75, 5.0, 29.0, 61.0]),  # seconds since the call before
+            costs,
+            st.sampled_from([1 / 16, 1.0, 12.0, 45.0, 130.0]),  # until its answer
+            st.booleans(),  # does that tell what was left at its arrival?
+        ),
+        min_size=1,
+        max_size=25,
+    ),
+    phase=st.sampled_from([0.0, 17.25, 59.75]),
+    rounded=st.sampled_from([float, math.floor, math.ceil]),
+)
+def test_a_report_that_counts_nobody_but_us_keeps_nobody_waiting(
+    calls: list[tuple[float, int, float, bool]], phase: float, rounded: Callable[[float], float]
+) -> None:
+    """However long calls take, and in whatever order they are answered."""
+    for server in (Bucket(LIMIT), Minute(LIMIT, phase)):
+        unaware, aware = WindowGate(LIMIT, PER), WindowGate(LIMIT, PER)
+        sent, events = 0.0, []
+        for gap, cost, latency, is_early in calls:
+            sent = max(sent + gap, unaware.ready_at(cost, sent + gap))
+            unaware.charge(cost, sent)
+            events += [(sent, 1, sent, cost, is_early), (sent + latency, 0, sent, 0, is_early)]
+        said_early: dict[float, dict[str, Any]] = {}
+        for now, _, sent, cost, is_early in sorted(events):
+            if cost:
+                assert aware.ready_at(cost, now) <= now
+                aware.charge(cost, now)
+                assert server.take(cost, now) == 0
+                said_early[now] = server.said(now)
+            else:
+                said = said_early[sent] if is_early else server.said(now)
+                observe(aware, now, now - sent, **said | {"reset": rounded(said["reset"])})
+
+
+def test_what_was_left_when_a_long_call_began_is_not_what_is_left_now() -> None:
+    bucket, gate = Bucket(LIMIT), WindowGate(LIMIT, PER)
+    for now, cost in ((0.0, 90), (1.0, 10)):
+        bucket.take(cost, now)
+        gate.charge(cost, now)
+    said = bucket.said(1.0)
+    assert said["remaining"] == 1
+    observe(gate, 71.0, 70.0, **said)
+    assert gate.ready_at(LIMIT, 71.0) == 71
+
+
+def test_an_answer_to_an_earlier_call_does_not_replace_what_a_later_one_told() -> None:
+    gate = WindowGate(LIMIT, PER)
+    observe(gate, 10.0, 1.0, remaining=40, reset=30.0)
+    observe(gate, 11.0, 5.0, remaining=90, reset=33.0, limit=200)
+    assert gate.limit == 200
+    assert gate.used_at(11.0) == 60
+    observe(gate, 12.0, 1.0, remaining=190, reset=30.0)
+    assert gate.used_at(12.0) == 10
+
+
+def test_without_a_reset_what_has_left_since_cannot_be_told_from_others_use() -> None:
+    gate = WindowGate(LIMIT, PER)
+    gate.charge(90, 0.0)
+    observe(gate, 61.0, 11.0, remaining=10)
+    assert gate.used_at(61.0) == 0
+    observe(gate, 61.0, 0.5, remaining=10)
+    assert gate.used_at(61.0) == 90
+
+
+@pytest.mark.parametrize("slots", [1, 1_000, 1_024, 1_040])
+def test_what_left_last_is_remembered(slots: int) -> None:
+    gate = WindowGate(10**6, PER)
+    for step in range(slots):
+        gate.charge(1, step / 16)
+    left_at = (slots - 1) / 16 + PER
+    observe(gate, left_at, 1.0, remaining=10**6 - slots)
+    assert gate.used_at(left_at) == 0
+    observe(gate, left_at + 2.0, 1.0, remaining=10**6 - slots)
+    assert gate.used_at(left_at + 2.0) == slots
+
+
+def test_a_reset_that_was_rounded_up_blames_nobody() -> None:
+    minute, gate = Minute(LIMIT), WindowGate(LIMIT, PER)
+    minute.take(60, 60.25)
+    gate.charge(60, 60.25)
+    said = minute.said(61.5)
+    assert said["reset"] == 58.5
+    observe(gate, 61.5, **said | {"reset": 59.0})
+    assert gate.used_at(61.5) == 60
+
+
+def test_what_others_use_is_seen_through_our_own_use_in_a_fixed_minute() -> None:
+    """A window holds what the server forgot at its full minute; others' use hid behind that."""
+    minute, gate = Minute(LIMIT), WindowGate(LIMIT, PER)
+    for now, cost in ((50.0, 70), (61.0, 30)):
+        minute.take(cost, now)
+        gate.charge(cost, now)
+    minute.take(60, 62.0)  # somebody else
+    observe(gate, 62.0, **minute.said(62.0))
+    assert gate.used_at(62.0) == 160
+    assert gate.ready_at(30, 62.0) == 120  # the server has 10 left
+
+
+def test_what_others_use_of_a_bucket_leaves_as_it_refills() -> None:
+    """10,000 a minute, 8,554 used and 3,082 wanted: a public message says to wait 9.816 s."""
+    gate = WindowGate(10_000, PER)
+    observe(gate, 0.0, remaining=10_000 - 8_554, reset=51.324, refills_steadily=True)
+    assert gate.used_at(0.0) == 8_554
+    assert 9.816 <= gate.ready_at(3_082, 0.0) <= 9.816 + 51.324 / 20
+    assert gate.used_at(51.324) == 0
+
+
+def test_what_others_use_moves_with_the_clock() -> None:
+    gate = WindowGate(LIMIT, PER)
+    observe(gate, 1_000.0, remaining=0, reset=60.0)
+    gate.shift(-900.0)
+    assert gate.ready_at(LIMIT, 100.0) == pytest.approx(160)
+    observe(gate, 101.0, remaining=LIMIT)
+    assert gate.used_at(101.0) == 0
 
 
 @pytest.mark.parametrize("limit", [0, -5])

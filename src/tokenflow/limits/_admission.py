@@ -15,6 +15,8 @@ A call that needs two gates is safe from starvation by calls of its own path,
 and by any traffic over the gate it stands at; not by two separate floods, each
 over one of its gates.
 
+A path may fork, where one of several sets of gates will do: see `_fork`.
+
 Between calls of one limiter earlier means the limiter's order; between limiters
 (priority, arrival).
 
@@ -28,26 +30,28 @@ behind a head that is still refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, MutableMapping, Sequence
 from heapq import heapify, heappop, heappush
 from threading import get_ident
-from typing import Any, final
+from typing import TYPE_CHECKING, Any
 
 from tokenflow._errors import RequestTooLarge
-from tokenflow._run import OUTSIDE, Run
+from tokenflow._run import OUTSIDE, Run, current_run
 from tokenflow._usage import Usage
 
 from ._gate import Gate, plain_costs
 from ._order import Key
 from ._turnstile import Turnstile, enter_all, turnstile
-from ._waiter import Queue, Waiter
+from ._waiter import Booking, Queue, Waiter
 
-__all__ = ["Path", "changed", "settle"]
+if TYPE_CHECKING:
+    from ._fork import Option
+
+__all__ = ["Path", "changed", "settle", "too_large"]
 
 _BACKFILL = 16
 
 
-@final
 class Path:
     """The gates that a call needs, and the calls that wait for all of them.
 
@@ -60,6 +64,7 @@ class Path:
         "_dead",
         "_heap",
         "_key",
+        "_known",
         "_reach",
         "_variants",
         "backfills",
@@ -79,6 +84,12 @@ class Path:
         "turnstiles",
     )
 
+    option: Option | None = None
+    """What a router chose, where this is the way to it."""
+
+    is_obsolete: bool = False
+    """Does it lead to what is no longer there?"""
+
     def __init__(self, queue: Queue, gates: Iterable[Gate]) -> None:
         self.queue = queue
         self.shares = queue.order.shares
@@ -86,7 +97,7 @@ class Path:
         self.gates = [t.gate for t in self.turnstiles]
         self.timed = any(gate.timed for gate in self.gates)
         self.backfills = queue.order.backfill and self.timed
-        self.plain = plain_costs(self.gates)
+        self.plain = plain_costs(gate.cost for gate in self.gates)
         self.only = self.gates[0] if len(self.gates) == 1 and not self.shares else None
         self.counts_int = self.plain == [True]  # the one gate's cost is the int itself
         self.held = [(i, t) for i, t in enumerate(self.turnstiles) if t.gate.in_flight]
@@ -98,18 +109,25 @@ class Path:
         self._armed: Waiter | None = None  # who has an alarm set for its gates
         self._dead = 0
         self._key: Key = ()  # under which it stands
-        self._variants: dict[tuple[bool, ...], Path] = {}
+        self._known = math.inf  # the instant at which all gates will have let the head go
+        self._variants: MutableMapping[Hashable, Path] = {}
         self._reach: Key | None = None  # the last that may backfill; None: all may
         self.stands: list[Turnstile] = []
         for each in self.turnstiles:
             each.paths.add(self)
 
-    def needed(self, costs: Sequence[int]) -> Path:
-        """The path on which a call queues that costs nothing at some of these gates.
+    def needed(self, costs: Sequence[int], lease: Booking) -> Path:
+        """The path on which a call queues.
 
-        Its own heap over the same gates, so that it does not wait behind calls that
-        wait for those.
+        One that costs nothing at some of these gates has its own heap over the same
+        gates, so that it does not wait behind calls that wait for those.
+
+        Raises:
+            RequestTooLarge: it could never pass.
         """
+        error = self.refuse_oversize(costs)
+        if error is not None:
+            raise error
         if 0 not in costs:
             return self
         needs = tuple(cost > 0 for cost in costs)
@@ -128,7 +146,7 @@ class Path:
         self.held.append((len(self.gates), each))
         self.gates.append(gate)
         self.turnstiles.append(each)
-        self.plain = plain_costs(self.gates)
+        self.plain = plain_costs(gate.cost for gate in self.gates)
         self.only = None
         self.counts_int = False
         self.epochs = self.read_epochs()
@@ -149,7 +167,7 @@ class Path:
         Raises:
             RuntimeError: another thread's run uses one of its gates, and is still going on.
         """
-        if self.run is not None and self.is_here():
+        if self.run is not None and (self.is_here() or current_run() is self.run):
             return self.run
         run = enter_all(self.turnstiles)
         self.run = run
@@ -215,8 +233,16 @@ class Path:
         self._armed = None
         self._step_back()
 
-    def fail_oversize(self) -> list[Turnstile]:
-        """Fail those whose cost a lowered limit has made impossible; returns where it stood."""
+    def sift(self, opened: list[Turnstile], fresh: list[Path], *, lowered: bool) -> None:
+        """A limit has changed: fail those whom it has made impossible.
+
+        Where it stood is added to `opened`, and what is to be tried to `fresh`.
+        """
+        if lowered and self.waiting:
+            opened += self._fail_oversize()
+            fresh.append(self)
+
+    def _fail_oversize(self) -> list[Turnstile]:
         for _, waiter in list(self._heap):
             if waiter.state == "queued":
                 waiter.error = self.refuse_oversize(waiter.costs)
@@ -230,16 +256,26 @@ class Path:
         if self.queue.alone:
             return None
         for gate, cost in zip(self.gates, costs, strict=True):
-            if cost > (largest := gate.largest()):
-                return RequestTooLarge(
-                    f"a cost of {cost:,} can never pass {gate!r}: at most {largest:,} fit; split "
-                    'the call, raise the limit, or make the limiter with oversize="alone"',
-                    cost=cost,
-                    limit=int(largest),
-                )
+            if cost > gate.largest():
+                return too_large(gate, cost)
         return None
 
     # -- trying ------------------------------------------------------------
+
+    def admit(self, lease: Booking, costs: list[int], now: float) -> bool:
+        """For a newcomer: check all gates, then charge them all; or leave everything as it is."""
+        for each, cost in zip(self.turnstiles, costs):  # noqa: B905 (hot, one cost for each)
+            if cost and (each.lines or each.gate.ready_at(cost, now) > now):
+                return False
+        if self.shares:
+            queue = self.queue
+            arrival = (lease.priority, lease.tokens, lease.tenant, now, 0)
+            queue.order.granted(queue.order.key(*arrival, backlogged=queue.waiting > 0))
+        charges = []
+        for gate, cost in zip(self.gates, costs):  # noqa: B905
+            charges.append(gate.charge(cost, now))
+        lease._book(self, costs, charges)
+        return True
 
     def ready_at(self, costs: Sequence[int], now: float) -> float:
         """The instant at which all gates would take it, the queue ignored."""
@@ -273,12 +309,15 @@ class Path:
         company = self._has_company()
         while self._heap:
             key, head = self._heap[0]
-            refused, _, wake = self._refusals(head, now, company)
+            refused, self._known, wake = self._refusals(head, now, company)
             if refused:
                 self._stand(refused, key)
                 self._arm(head, wake)
-                return [] if refused == stood else [e for e in stood if e not in refused]
-            self._grant(head, self.charge(head.costs, now))
+                if refused == stood:
+                    return []
+                stays = set(refused)
+                return [each for each in stood if each not in stays]
+            self._grant(head, now)
             if company or crowded:
                 break
         return self._step_back()
@@ -289,9 +328,11 @@ class Path:
         Each is charged tentatively, and undone if the instant moves. The head's
         alarm is for whichever comes first, its own instant or that of one of them.
         """
-        self._reach = None
-        head, company = self.head, self._has_company()
-        _, known, wake = self._refusals(head, now, company)
+        known = self._known
+        if known < math.inf:
+            head, company = self.head, self._has_company()
+            _, known, wake = self._refusals(head, now, company)
+        self._reach = None if known < math.inf else ()  # all, or nobody until it is tried again
         if known == math.inf or self.waiting == 1:
             return
         granted = True
@@ -313,7 +354,8 @@ class Path:
         if self.ready_at(head.costs, now) > known:
             self.undo(charges, now)
             return False
-        self._grant(waiter, charges)
+        waiter.lease._book(self, waiter.costs, charges)
+        self._let_go(waiter)
         return True
 
     def _has_company(self) -> bool:
@@ -380,8 +422,12 @@ class Path:
                 return int(largest)
         return cost
 
-    def _grant(self, waiter: Waiter, charges: list[Any]) -> None:
-        waiter.lease._book(self, waiter.costs, charges)
+    def _grant(self, waiter: Waiter, now: float) -> None:
+        """Charge a call that nothing refuses."""
+        waiter.lease._book(self, waiter.costs, self.charge(waiter.costs, now))
+        self._let_go(waiter)
+
+    def _let_go(self, waiter: Waiter) -> None:
         waiter.end("granted")
         self._bury()
 
@@ -436,15 +482,14 @@ def settle(changed: Iterable[Turnstile], fresh: Collection[Path], now: float) ->
         if path.stands:
             if path.backfills and path not in gaps:
                 gaps.append(path)
-            opened = [
-                e for e in opened if e.lines and (e.first() is not path or e not in path.stands)
-            ]
+            opened = [each for each in opened if each.lines and each.first() is not path]
         else:
             opened = [each for each in opened if each.lines]
             if path.waiting:  # one was granted, and others may be earlier than the next
                 untried.append(path)
         if left:
-            opened += [each for each in left if each.lines and each not in opened]
+            known = set(opened)
+            opened += [each for each in left if each.lines and each not in known]
     for path in gaps:  # once everybody stands where others can see it
         if path.waiting:
             path.fill_gaps(now)
@@ -461,15 +506,27 @@ def _earliest(opened: list[Turnstile], untried: list[Path]) -> Path:
     return earliest
 
 
-def changed(gates: Iterable[Gate], now: float, *, lowered: bool = False) -> None:
+def changed(
+    gates: Iterable[Gate], now: float, *, lowered: bool = False, raised: bool = False
+) -> None:
     """Gates were set from outside: who can go now goes.
 
     Where a limit was lowered, those who can no longer ever fit fail.
     """
     opened = [turnstile(gate) for gate in gates]
-    paths: set[Path] = set()
-    if lowered:
-        paths = {path for each in opened for path in each.paths if path.waiting}
-    for path in paths:
-        opened += path.fail_oversize()
-    settle(dict.fromkeys(opened), paths, now)
+    fresh: list[Path] = []
+    if lowered or raised:
+        for path in {path for each in opened for path in each.paths}:
+            path.sift(opened, fresh, lowered=lowered)
+    settle(dict.fromkeys(opened), dict.fromkeys(fresh), now)
+
+
+def too_large(gate: Gate, cost: int) -> RequestTooLarge:
+    """The error for a cost that this gate could never take."""
+    largest = int(gate.largest())
+    return RequestTooLarge(
+        f"a cost of {cost:,} can never pass {gate!r}: at most {largest:,} fit; split "
+        'the call, raise the limit, or make the limiter with oversize="alone"',
+        cost=cost,
+        limit=largest,
+    )

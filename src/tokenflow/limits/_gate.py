@@ -8,7 +8,15 @@ from typing import Any, Protocol, final
 
 from tokenflow._usage import Usage, token_count
 
-__all__ = ["CostFunction", "Gate", "InFlightGate", "cost_function", "plain_costs", "unit_name"]
+__all__ = [
+    "CostFunction",
+    "Gate",
+    "InFlightGate",
+    "cost_function",
+    "counts_tokens",
+    "plain_costs",
+    "unit_name",
+]
 
 CostFunction = Callable[[int | Usage], int]
 
@@ -148,15 +156,17 @@ def cost_function(of: str | Callable[[Usage], int], *, declared: bool = False) -
         raise ValueError(f"of must be one of {units} or a function, not {of!r}") from None
 
 
-def plain_costs(gates: Iterable[Gate]) -> list[bool] | None:
-    """For calls that cost an int: which gates count the int, the others counting one request.
+def counts_tokens(cost: CostFunction) -> bool:
+    """Is an int cost counted as it is?"""
+    return cost is _tokens or cost is _declared_tokens
 
-    None where some gate does neither.
+
+def plain_costs(costs: Iterable[CostFunction]) -> list[bool] | None:
+    """For calls that cost an int: which functions count the int, the others one request.
+
+    None where some function does neither.
     """
-    counts = [
-        (gate.cost is _tokens or gate.cost is _declared_tokens, gate.cost is _requests)
-        for gate in gates
-    ]
+    counts = [(counts_tokens(cost), cost is _requests) for cost in costs]
     return [tokens for tokens, _ in counts] if all(map(any, counts)) else None
 
 
@@ -187,8 +197,11 @@ def _declared_output(cost: int | Usage) -> int:
 
 def _custom(function: Callable[[Usage], int]) -> CostFunction:
     name = unit_name(function)
+    counts_int = getattr(function, "counts_int", False)
 
     def cost(cost: int | Usage) -> int:
+        if counts_int and type(cost) is int:
+            return cost
         return token_count(function(_usage(cost, name)), f"the result of {name}(usage)")
 
     return cost

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, final
 
 from anyio.lowlevel import checkpoint_if_cancelled
 
-from tokenflow._usage import Usage, token_count
+from tokenflow._usage import Usage, finite_seconds, token_count
 
 from ._admission import Path, settle
+from ._fork import Branch
+from ._waiter import Wishes
 from ._window import WindowGate
 
 if TYPE_CHECKING:
+    from tokenflow.serving import Replica
+
     from ._limiter import Limiter
 
 __all__ = ["CANCELLED", "Lease", "is_due", "log", "priced", "shown"]
@@ -41,6 +45,7 @@ class Lease:
     |------------------------|------------------------------|------------------------|
     | `progress(usage)`      | raised to it, never lowered  | raised, never lowered  |
     | `reconcile(actual)`    | set to it                    | credited or charged    |
+    | `refused()`            | the request stays            | the request stays      |
     | `release()`            | freed                        | stay                   |
     | `cancel()`             | freed                        | all back               |
 
@@ -62,6 +67,7 @@ class Lease:
         "_reconciled",
         "_state",
         "_waited",
+        "_wishes",
         "priority",
         "tenant",
         "usage",
@@ -70,14 +76,12 @@ class Lease:
     usage: int | Usage
     """What it is charged for: what was asked, or what the last correction said."""
 
-    replica: object | None = None
-    """The replica that a router chose; None without a router."""
-
     _path: Path
     _costs: list[int]
     _charges: list[Any]
     _epochs: tuple[int, ...]
     _waited: float
+    _wishes: Wishes  # only where there is a router to ask
 
     def __init__(
         self,
@@ -104,6 +108,12 @@ class Lease:
     def tokens(self) -> int:
         """Total tokens."""
         return _total(self.usage)
+
+    @property
+    def replica(self) -> Replica | None:
+        """The replica that a router chose; None before that, and without a router."""
+        path = getattr(self, "_path", None)
+        return None if path is None or path.option is None else path.option.replica
 
     def progress(self, usage: int | Usage) -> None:
         """So much exists already (a stream): raise what is charged to it.
@@ -176,6 +186,46 @@ class Lease:
             path.queue.order.settle(self.tenant, -self.tokens)
         _settle_path(path)
 
+    def refused(self) -> None:
+        """The server said no: take back all but the request, from `settle="reserved"` quotas too.
+
+        The lease stays held: `release` it, or `reconcile` what another attempt has used.
+        After `cancel` it does nothing.
+        """
+        self._expect_held("refused")
+        if self._state == "cancelled":
+            return
+        path = self._path
+        now = path.enter().now()
+        usage, costs = priced(path, Usage())
+        for i, held in enumerate(self._costs):
+            if costs[i] < held and not path.gates[i].in_flight:
+                path.gates[i].undo(self._charges[i], now)  # `correct` would not credit it
+                self._charges[i] = path.gates[i].charge(costs[i], now)
+                self._costs[i] = costs[i]
+        self._correct(usage, costs)
+        self._reconciled = True
+
+    def failed(self, *, retry_after: float | None = None) -> None:
+        """The replica has failed this call: send it nothing for a while.
+
+        For a second, and for twice as long with each further failure, at most a
+        minute; at least `retry_after` seconds, where it said so. Calls that fail
+        together count once, and the last replica up is never spared. The lease
+        stays as it is. Without a router this does nothing.
+
+        Raises:
+            TypeError, ValueError: a `retry_after` that is no finite number of seconds >= 0.
+        """
+        self._expect_held("failed")
+        seconds = 0.0 if retry_after is None else finite_seconds(retry_after, "retry_after")
+        path = self._path
+        if isinstance(path, Branch):
+            i = path.gates.index(path.option)
+            now = path.enter().now()
+            charges = self._charges
+            charges[i] = path.choice.failed(path.option, charges[i], self, seconds, now)
+
     def _book(self, path: Path, costs: list[int], charges: list[Any]) -> None:
         """Called by the grant step once everything is charged."""
         self._path = path
@@ -224,7 +274,7 @@ class Lease:
             )
 
     async def __aenter__(self) -> Self:
-        """Wait for room. `_admit`, for one gate and nothing on account, stands here unrolled."""
+        """Wait for room. `Path.admit`, for one gate and no account, stands here unrolled."""
         if self._state != "asked":
             raise RuntimeError(
                 "a lease that is held already is released by plain `with lease:`"
@@ -237,7 +287,7 @@ class Lease:
         limiter = self._limiter
         path = limiter._fixed
         if path is None:
-            path = limiter._path(self.tenant)
+            path = limiter._path(self)
         run = path.run
         if run is None or get_ident() != path.thread or not path.is_running():
             run = path.enter()
@@ -253,7 +303,7 @@ class Lease:
                 costs = [cost if counts_tokens else 1 for counts_tokens in path.plain]
             else:
                 costs = path.price(cost)
-            if limiter._admit(path, self, costs, now):
+            if path.admit(self, costs, now):
                 return self
         else:
             amount = cost if path.counts_int and type(cost) is int else gate.cost(cost)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
+from functools import partial
 from typing import Literal, NoReturn
 
 import anyio
@@ -15,17 +16,20 @@ from tokenflow._run import Bell, Run
 from tokenflow._usage import Usage, token_count
 
 from ._admission import Path, settle
+from ._fork import Choice, Fork
 from ._gate import Gate
 from ._lease import CANCELLED, Lease, is_due, log, priced, shown
 from ._order import Order
-from ._waiter import Booking, Queue, Waiter
+from ._waiter import Booking, Queue, Waiter, checked_wishes
 
 __all__ = ["Limiter", "Oversize"]
 
 Oversize = Literal["raise", "alone"]
 
 _LONG_WAIT = 5.0
-_SWEEP = 64  # drop idle entries when there are so many, then at each doubling: O(1) amortised
+_SWEEP = 64  # drop idle paths when there are so many, then at each doubling: O(1) amortised
+_SWEEP_FORKS = 1024  # they are more work to make, and weigh no more than a tenant's window,
+_SWEEP_OPTIONS = 65_536  # as long as they have few options: half a kilobyte each
 
 
 class Limiter:
@@ -34,8 +38,8 @@ class Limiter:
     `cost` is an int (total tokens) or a `Usage`. `priority`: lower goes first.
     `tenant` is any hashable name, for fair sharing and for quotas `by="tenant"`.
     `max_wait` bounds the wait, in seconds: 0 refuses rather than waits. `model`,
-    `affinity` and `region` are for routers; what does not concern a limiter, it
-    ignores. An int counts as one request, 0 included; a call that costs 0 at every
+    `affinity`, `region` and `exclude` are for routers; what does not concern a
+    limiter, it ignores. An int counts as one request, 0 included; a call that costs 0 at every
     gate goes at once. Not for deriving from: to limit something else, write a `Gate`.
 
     With room and nobody waiting nothing here yields to the event loop: a loop
@@ -45,7 +49,15 @@ class Limiter:
     granted but not resumed yet. A scope that is cancelled already takes nothing.
     """
 
-    __slots__ = ("__weakref__", "_fixed", "_paths", "_queue", "_sweep_at")
+    __slots__ = (
+        "__weakref__",
+        "_by_tenants",
+        "_choice",
+        "_fixed",
+        "_paths",
+        "_queue",
+        "_sweep_at",
+    )
 
     def __init__(self, *, order: Order, max_waiting: int | None, oversize: Oversize) -> None:
         if oversize not in ("raise", "alone"):
@@ -58,6 +70,8 @@ class Limiter:
         self._paths: dict[Hashable, Path] = {}
         self._sweep_at = _SWEEP
         self._fixed: Path | None = None
+        self._choice: Choice | None = None  # where there are replicas to choose from
+        self._by_tenants = False  # do its forks depend on the tenant?
 
     def statistics(self) -> object:
         """Live numbers: a frozen dataclass, its own type for each class. Works from anywhere."""
@@ -81,6 +95,7 @@ class Limiter:
         model: str | None = None,
         affinity: Hashable = None,
         region: str | None = None,
+        exclude: Collection[str] = (),
     ) -> Lease:
         """`async with limiter.reserve(cost) as lease:` waits for room, and releases at the end.
 
@@ -98,8 +113,12 @@ class Limiter:
             RequestTooLarge: the cost could never pass.
             WaitTimeout: it would take, or took, longer than `max_wait`.
             QueueFull: `max_waiting` calls are waiting already.
+            NoReplica: a router has none for this call.
         """
-        return Lease(self, cost, priority, tenant, max_wait)
+        lease = Lease(self, cost, priority, tenant, max_wait)
+        if self._choice is not None:
+            lease._wishes = (model, affinity, region, exclude)
+        return lease
 
     async def acquire(
         self,
@@ -111,9 +130,12 @@ class Limiter:
         model: str | None = None,
         affinity: Hashable = None,
         region: str | None = None,
+        exclude: Collection[str] = (),
     ) -> Lease:
         """Like `reserve`, for where a block does not fit; the lease is yours to release."""
-        return await Lease(self, cost, priority, tenant, max_wait).__aenter__()
+        lease = Lease(self, cost, priority, tenant, max_wait)
+        lease._wishes = (model, affinity, region, exclude)
+        return await lease.__aenter__()
 
     def acquire_nowait(
         self,
@@ -124,20 +146,22 @@ class Limiter:
         model: str | None = None,
         affinity: Hashable = None,
         region: str | None = None,
+        exclude: Collection[str] = (),
     ) -> Lease:
         """Like `acquire`, but raises anyio.WouldBlock where that would wait.
 
         Raises:
             anyio.WouldBlock: no room, or somebody waits who goes before.
-            TypeError, ValueError, RequestTooLarge: as for `reserve`.
+            TypeError, ValueError, RequestTooLarge, NoReplica: as for `reserve`.
         """
         lease = Lease(self, cost, priority, tenant, None)
         lease._state = "waiting"
+        lease._wishes = (model, affinity, region, exclude)
         lease._check_options()
-        path = self._path(tenant)
+        path = self._path(lease)
         lease.usage, costs = priced(path, cost)
         now = path.enter().now()
-        if not self._admit(path, lease, costs, now):
+        if not path.admit(lease, costs, now):
             waiter = self._join(path, lease, costs, now)
             if waiter.state == "queued":
                 waiter.path.leave(waiter, now)
@@ -152,36 +176,22 @@ class Limiter:
         model: str | None = None,
         affinity: Hashable = None,
         region: str | None = None,
+        exclude: Collection[str] = (),
     ) -> float:
         """Seconds until the gates would take this cost, the queue ignored.
 
         A lower bound when others wait. 0.0: now; `math.inf`: only a release helps.
 
         Raises:
-            RequestTooLarge: it could never pass.
+            RequestTooLarge, NoReplica: it could never pass.
         """
-        path = self._path(tenant)
-        _, costs = priced(path, cost)
+        lease = Lease(self, cost, 0, tenant, None)
+        lease._state = "waiting"
+        lease._wishes = (model, affinity, region, exclude)
+        path = self._path(lease)
+        lease.usage, costs = priced(path, cost)
         now = path.enter().now()
-        error = path.refuse_oversize(costs)
-        if error is not None:
-            raise error
-        return max(0.0, path.ready_at(costs, now) - now)
-
-    def _admit(self, path: Path, lease: Lease, costs: list[int], now: float) -> bool:
-        """Check all gates, then charge them all; or leave everything as it is."""
-        for each, cost in zip(path.turnstiles, costs):  # noqa: B905 (hot, one cost for each)
-            if cost and (each.lines or each.gate.ready_at(cost, now) > now):
-                return False
-        if path.shares:
-            queue = path.queue
-            arrival = (lease.priority, lease.tokens, lease.tenant, now, 0)
-            queue.order.granted(queue.order.key(*arrival, backlogged=queue.waiting > 0))
-        charges = []
-        for gate, cost in zip(path.gates, costs):  # noqa: B905
-            charges.append(gate.charge(cost, now))
-        lease._book(path, costs, charges)
-        return True
+        return max(0.0, path.needed(costs, lease).ready_at(costs, now) - now)
 
     async def _wait(self, path: Path, lease: Lease, costs: list[int], run: Run) -> None:
         waiter = self._join(path, lease, costs, run.now(), run.bell())
@@ -210,10 +220,7 @@ class Limiter:
         self, path: Path, lease: Lease, costs: list[int], now: float, bell: Bell | None = None
     ) -> Waiter:
         """Queue a call, which grants it where that is possible; refuse an impossible one."""
-        error = path.refuse_oversize(costs)
-        if error is not None:
-            raise error
-        needed = path.needed(costs)
+        needed = path.needed(costs, lease)
         if needed is not path:
             needed.enter()
         waiter = Waiter(needed, lease, costs, now, bell)
@@ -269,20 +276,46 @@ class Limiter:
         elif waiter.state == "granted":
             waiter.lease.cancel()
 
-    def _path(self, tenant: Hashable) -> Path:
-        """The path of a tenant; those that nobody waits on are dropped now and then."""
+    def _path(self, lease: Booking) -> Path:
+        """The path of a call; those that nobody waits on are dropped now and then."""
         if self._fixed is not None:
             return self._fixed
+        if self._choice is not None:
+            model, affinity, region, exclude = lease._wishes
+            if exclude or affinity is not None or region is not None:
+                lease._wishes = checked_wishes(model, affinity, region, exclude)
+            return self._fork(lease.tenant, model)
         if not self._by_tenant():
             self._fixed = Path(self._queue, self._gates(None))
             return self._fixed
+        tenant = lease.tenant
         path = self._paths.get(tenant)
         if path is None:
-            if len(self._paths) >= self._sweep_at:
-                self._paths = {t: p for t, p in self._paths.items() if p.waiting}
-                self._sweep_at = max(_SWEEP, 2 * len(self._paths))
+            self._sweep()
             path = self._paths[tenant] = Path(self._queue, self._gates(tenant))
         return path
+
+    def _fork(self, tenant: Hashable, model: str | None) -> Path:
+        """The path of calls by this tenant for this model: to any of its replicas."""
+        path = self._paths.get((tenant, model) if self._by_tenants else model)
+        if path is None or path.is_obsolete:
+            path = self._new_fork(tenant, model)
+        return path
+
+    def _new_fork(self, tenant: Hashable, model: str | None) -> Fork:
+        assert self._choice is not None
+        ways = {each: list(each.gates(tenant)) for each in self._choice.options(model)}
+        self._sweep(min(_SWEEP_FORKS, _SWEEP_OPTIONS // len(ways)))
+        self._by_tenants = self._by_tenant()
+        renew = partial(self._fork, tenant, model)
+        fork = Fork(self._queue, list(self._gates(tenant)), ways, self._choice, renew)
+        self._paths[(tenant, model) if self._by_tenants else model] = fork
+        return fork
+
+    def _sweep(self, least: int = _SWEEP) -> None:
+        if len(self._paths) >= max(least, self._sweep_at):
+            self._paths = {key: path for key, path in self._paths.items() if path.waiting}
+            self._sweep_at = max(_SWEEP, 2 * len(self._paths))
 
     def _log_wait(self, waited: float, verb: str, lease: Booking, now: float) -> None:
         if is_due(self._queue.wait_logged_at, now):

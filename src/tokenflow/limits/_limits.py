@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
+
+from tokenflow._usage import RateLimitStatus
 
 from ._gate import Gate
 from ._limiter import Limiter, Oversize
 from ._order import Fifo, Order
+from ._rate import TokenRateLimiter
 
-__all__ = ["LimitsStatistics", "TokenLimits"]
+__all__ = ["BuildsLimiter", "LimitsStatistics", "TokenLimits"]
+
+
+class BuildsLimiter(Protocol):
+    """What knows its limits and makes a limiter over them: a `Provider`, for one."""
+
+    def limiter(self) -> Limiter:
+        """A new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +51,80 @@ class TokenLimits(Limiter):
     Members may be used directly as well, and in other combinations. Their own
     order, `max_waiting` and `oversize` do not apply to calls that come through
     here; their pauses, limits and debts do. A gate that is reached twice is
-    checked and charged once. Without members it admits everything.
+    checked and charged once. One of them may be a `TokenRouter`: its replica is
+    chosen in the same step. Without members it admits everything.
+
+    Of a member that is no limiter but makes one (a `Provider`), the limiter that it
+    made here is in `members`.
     """
 
-    __slots__ = ("_members",)
+    __slots__ = ("_makers", "_members")
 
     def __init__(
         self,
-        *members: Limiter | Gate,
+        *members: Limiter | Gate | BuildsLimiter,
         order: Order = Fifo(),  # noqa: B008 (stateless)
         max_waiting: int | None = None,
         oversize: Oversize = "raise",
     ) -> None:
-        for member in members:
-            is_gate = hasattr(member, "ready_at") and not isinstance(member, type)
-            if not isinstance(member, Limiter) and not is_gate:
-                raise TypeError(f"TokenLimits takes limiters and gates, not {member!r}")
         super().__init__(order=order, max_waiting=max_waiting, oversize=oversize)
-        self._members = members
+        self._members = tuple(map(_member, members))
+        self._makers = tuple(m for m in members if m not in self._members)
+        choices = {m._choice for m in self._members if isinstance(m, Limiter)} - {None}
+        if len(choices) > 1:
+            raise ValueError("TokenLimits takes one router: put all replicas into that one")
+        self._choice = next(iter(choices), None)
+
+    @classmethod
+    def joined(cls, limits: Limiter, other: Limiter) -> TokenLimits:
+        """Both, with the order, the bound and the oversize rule of the first."""
+        queue = limits._queue
+        return cls(
+            limits,
+            other,
+            order=queue.order,
+            max_waiting=queue.max_waiting,
+            oversize="alone" if queue.alone else "raise",
+        )
+
+    @property
+    def members(self) -> tuple[Limiter | Gate, ...]:
+        """The limiters and gates, in the order in which they were passed."""
+        return self._members
+
+    @property
+    def makers(self) -> tuple[Any, ...]:
+        """The providers among what was passed: those that made a member."""
+        return self._makers
+
+    def pause(self, seconds: float, /) -> None:
+        """Admit nothing for so many seconds: pauses each rate limiter among the members.
+
+        Raises:
+            ValueError: there is none; only a window can be paused.
+        """
+        limiters = list(self.rate_limiters())
+        if not limiters:
+            raise ValueError("no member can be paused: add a TokenRateLimiter or a provider")
+        for limiter in limiters:
+            limiter.pause(seconds)
+
+    def observe(self, status: RateLimitStatus, *, tenant: Hashable = None) -> None:
+        """Let each rate limiter among the members take in what concerns its quotas.
+
+        A budget of your own that counts the same unit over the same period would follow the
+        server's numbers too: then observe at the server's limiter in `members`.
+        """
+        for limiter in self.rate_limiters():
+            limiter.observe(status, tenant=tenant)
+
+    def rate_limiters(self) -> Iterator[TokenRateLimiter]:
+        """All rate limiters among the members, and theirs."""
+        for member in self._members:
+            if isinstance(member, TokenRateLimiter):
+                yield member
+            elif isinstance(member, TokenLimits):
+                yield from member.rate_limiters()
 
     def _gates(self, tenant: Hashable) -> Iterable[Gate]:
         for member in self._members:
@@ -81,3 +147,16 @@ class TokenLimits(Limiter):
     def __repr__(self) -> str:
         members = ", ".join(map(repr, self._members))
         return f"<TokenLimits({members}): {self._queue.waiting} waiting>"
+
+
+def _member(member: Any) -> Limiter | Gate:
+    if isinstance(member, Limiter):
+        return member
+    if not isinstance(member, type):
+        if hasattr(member, "ready_at"):
+            gate: Gate = member
+            return gate
+        made = member.limiter() if callable(getattr(member, "limiter", None)) else None
+        if isinstance(made, Limiter):
+            return made
+    raise TypeError(f"TokenLimits takes limiters, gates and providers, not {member!r}")

@@ -229,7 +229,8 @@ class _Ledgers:
 
     def matches(self, status: QuotaStatus) -> bool:
         quota = self.quota
-        return status.of in (quota.name, quota.of) and status.per in (None, quota.per)
+        units = (quota.name, unit_name(quota.of))
+        return status.of in units and status.per in (None, quota.per)
 
     def _new(self, key: Hashable) -> Turnstile:
         if len(self._turnstiles) >= self._sweep_at:
@@ -353,9 +354,13 @@ class TokenRateLimiter(Limiter):
         limit is adopted; `retry_after` pauses. A status that matches no quota by
         name or unit and period, or that could mean several, is ignored, and so are numbers
         that make no sense.
+
+        Every response may be observed, in any order: one that counts only the calls of
+        this limiter makes nobody wait, provided that its `age` is given.
         """
         if not isinstance(status, RateLimitStatus):
             raise TypeError(f"observe takes a RateLimitStatus, not {status!r}")
+        age = known_seconds(status.age) or 0.0
         for quota_status in status.quotas:
             ledgers = self._observed(quota_status)
             if ledgers is not None:
@@ -363,8 +368,9 @@ class TokenRateLimiter(Limiter):
                 gate = ledgers.gate(tenant)
                 now = guard([gate]).now()
                 largest = gate.largest()
-                gate.observe(quota_status, now)
-                changed([gate], now, lowered=gate.largest() < largest)
+                gate.observe(quota_status, now, age)
+                lowered, raised = gate.largest() < largest, gate.largest() > largest
+                changed([gate], now, lowered=lowered, raised=raised)
         if pause := known_seconds(status.retry_after):
             self.pause(pause)
 

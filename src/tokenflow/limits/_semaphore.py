@@ -101,7 +101,7 @@ class TokenSemaphore(Limiter):
         guard(self._gates(None))
         if self._requests is None:
             self._requests = InFlightGate(math.inf, of="requests")
-            for path in turnstile(self._tokens).paths:
+            for path in list(turnstile(self._tokens).paths):
                 path.extend(self._requests)
         self._resize(self._requests, requests)
 
@@ -127,7 +127,7 @@ class TokenSemaphore(Limiter):
         now = guard([gate]).now()
         largest = gate.largest()
         gate.limit = limit
-        changed([gate], now, lowered=gate.largest() < largest)
+        changed([gate], now, lowered=gate.largest() < largest, raised=gate.largest() > largest)
 
     def __repr__(self) -> str:
         return (

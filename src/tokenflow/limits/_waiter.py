@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, Protocol, final
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, final
 
-from tokenflow._errors import RequestTooLarge
 from tokenflow._run import Bell
 from tokenflow._usage import Usage
 
@@ -16,7 +15,24 @@ from ._order import Order
 if TYPE_CHECKING:
     from ._admission import Path
 
-__all__ = ["Booking", "Queue", "Waiter"]
+__all__ = ["Booking", "Queue", "Waiter", "Wishes", "checked_wishes"]
+
+Wishes: TypeAlias = tuple[str | None, Hashable, str | None, Collection[str]]
+"""What a call asks of a router: model, affinity, region, and the names to exclude."""
+
+
+def checked_wishes(
+    model: str | None, affinity: Hashable, region: str | None, exclude: Collection[str]
+) -> Wishes:
+    """The wishes, or what is wrong with them: nothing may go wrong once the call waits."""
+    if not isinstance(affinity, Hashable):
+        raise TypeError(f"affinity must be hashable, not {affinity!r}")
+    if region is not None and not isinstance(region, str):
+        raise TypeError(f"region must be a str or None, not {region!r}")
+    if isinstance(exclude, str) or not all(isinstance(name, str) for name in exclude):
+        raise TypeError(f"exclude must be a collection of replicas' names, not {exclude!r}")
+    return (model, affinity, region, frozenset(exclude))
+
 
 _State = Literal["queued", "granted", "failed", "gone"]
 _sequence = count()
@@ -56,6 +72,7 @@ class Booking(Protocol):
     usage: int | Usage
     priority: int
     tenant: Hashable
+    _wishes: Wishes
 
     @property
     def tokens(self) -> int: ...
@@ -104,7 +121,7 @@ class Waiter:
         )
         self.bell = bell
         self.state: _State = "queued"
-        self.error: RequestTooLarge | None = None
+        self.error: Exception | None = None
         self.alarm = math.inf  # when one of its gates, or a gap, may let it go
         self.deadline = math.inf  # when it gives up
 

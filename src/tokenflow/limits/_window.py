@@ -16,6 +16,16 @@ Bursts follow the generic cell rate algorithm (ITU-T I.371) on top: a schedule
 that runs ahead of the clock by what was admitted. A correction moves it by the
 difference, unless it has caught up with the clock since: what idling has worked
 off cannot be had twice.
+
+What a server has counted beyond us is others' use. The comparison is with what it
+can have counted of us, which is less than this window remembers: a minute that
+resets in s seconds began 60 - s ago, and a bucket that needs s seconds to be full
+again has held nothing but what came since then either. It has counted at some
+instant between the sending of a call and its answer; of all these, the one that
+blames others least is assumed. So a report that counts nobody but us keeps nobody
+waiting, however long the call took and whatever was sent meanwhile. Others' use
+leaves as the server forgets it: in small steps where that refills steadily, or else
+at the reset.
 """
 
 from __future__ import annotations
@@ -23,7 +33,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Literal, final
 
 from tokenflow._usage import (
@@ -44,6 +54,8 @@ Settle = Literal["actual", "reserved"]
 
 _SLOTS = 1000
 _BLOCK = 32
+_ROUNDING = 1.0  # seconds: a reset may have been rounded up to whole ones
+_STEPS = 20  # in which a bucket empties: nobody waits longer than a 20th of its reset too long
 
 
 # What one charge put into one slot, and what it takes to undo it to the bit: the slot's
@@ -71,12 +83,13 @@ class WindowGate:
         "_clear_at",
         "_first",
         "_foreign",
-        "_foreign_until",
         "_interval",
         "_joined",
         "_last",
         "_limit",
+        "_observed_at",
         "_opened",
+        "_others",
         "_paused_until",
         "_settle",
         "_stale_at",
@@ -125,7 +138,8 @@ class WindowGate:
         self._clear_at = -math.inf  # when the schedule has caught up with all that was charged
         self._busy_since = -math.inf  # the last charge that found it idle
         self._foreign = 0  # what others have used, as the server counts
-        self._foreign_until = -math.inf
+        self._others: list[tuple[float, int]] = []  # when how much of that leaves
+        self._observed_at = -math.inf  # when the call was sent that told so
         self._paused_until = paused_until
         self.limit = positive_int(limit, "limit")
 
@@ -197,7 +211,7 @@ class WindowGate:
         over = cost - sum(amount for _, amount, *_ in charge)
         if over > 0:
             self._expire(now)
-            return self._merge(charge, self.charge(over, now))
+            return self._merge(self._without_gone(charge), self.charge(over, now))
         if over == 0 or self._settle == "reserved":
             return charge
         return self._credit(charge, -over, now)
@@ -211,32 +225,60 @@ class WindowGate:
     def shift(self, seconds: float) -> None:
         self._youngest = [youngest + seconds for youngest in self._youngest]
         self._opened += seconds
-        self._joined += 1  # what charges remember of times is by the other clock
+        if self._joined:  # else nobody knows how many: the last slot was taken back
+            self._joined += 1  # what charges remember of times is by the other clock
         self._stale_at = -math.inf
         self._clear_at += seconds
         self._busy_since += seconds
-        self._foreign_until += seconds
+        self._others = [(leaves + seconds, amount) for leaves, amount in self._others]
+        self._observed_at += seconds
         self._paused_until += seconds
 
     def pause(self, until: float) -> None:
         """Admit nothing before this instant. Only ever extends."""
         self._paused_until = max(self._paused_until, until)
 
-    def observe(self, status: QuotaStatus, now: float) -> None:
+    def observe(self, status: QuotaStatus, now: float, age: float = 0.0) -> None:
         """Adopt the server's limit, and book what it counts beyond us until it resets.
 
-        What makes no sense (negative, above the limit, a limit of 0) is unknown.
+        `age`: how many seconds ago the call was sent whose answer says so. What makes no
+        sense (negative, above the limit, a limit of 0) is unknown, and so is what was
+        left before a call that has been answered already.
         """
         self._expire(now)
         limit, remaining = known_count(status.limit), known_count(status.remaining)
         if limit:
             self.limit = limit
-        if remaining is None:
+        if remaining is None or now - age < self._observed_at:
             return
-        self._foreign = max(0, self._limit - remaining - self.used)
+        used, sent = self._limit - remaining, now - age
         reset = known_seconds(status.reset)
-        self._foreign_until = now + (self._window if reset is None else min(reset, self._window))
+        if reset is not None and reset <= self.per + _ROUNDING:
+            reset = min(reset, self.per)
+            ours = self._charged_since(sent + reset - self.per - _ROUNDING)
+            steps = _STEPS if status.refills_steadily else 1
+            self._book_others(used - ours, sent, reset, steps)
+        elif not self._has_left_since(sent):
+            self._book_others(used - self.used, sent, self._window, 1)
+
+    def _book_others(self, tokens: int, sent: float, reset: float, steps: int) -> None:
+        """In place of what was booked before; it leaves in equal steps until the reset."""
+        parts = [tokens * n // steps for n in range(steps + 1)] if tokens > 0 else [0]
+        self._observed_at = sent
+        self._foreign = parts[-1]
+        self._others = [
+            (sent + reset * n / steps, parts[n] - parts[n - 1]) for n in range(1, len(parts))
+        ]
         self._stale_at = -math.inf
+
+    def _charged_since(self, at: float) -> int:
+        """What is in the window from `at` on, and what shares a slot with it."""
+        first = bisect_left(self._youngest, at, self._first)
+        return sum(islice(self._amounts, first, None))
+
+    def _has_left_since(self, at: float) -> bool:
+        """Has something left the window that the server may have counted at that instant?"""
+        return self._first > 0 and self._youngest[self._first - 1] + self._window > at
 
     def used_at(self, now: float) -> int:
         """What counts against the limit at `now`, others' use included. Changes nothing."""
@@ -245,7 +287,7 @@ class WindowGate:
             if now - self._youngest[index] < self._window:
                 break
             used -= self._amounts[index]
-        return used + (self._foreign if now < self._foreign_until else 0)
+        return used + sum(amount for leaves, amount in self._others if now < leaves)
 
     def paused_for(self, now: float) -> float:
         """Seconds of pause left."""
@@ -267,10 +309,10 @@ class WindowGate:
             first += 1
         self._first = first
         if first > _SLOTS:
-            self._forget(first - first % _BLOCK)
-        if self._foreign and now >= self._foreign_until:
-            self._foreign = 0
-        self._stale_at = self._foreign_until if self._foreign else math.inf
+            self._forget((first - 1) // _BLOCK * _BLOCK)  # keeps the one that left last
+        while self._others and now >= self._others[0][0]:
+            self._foreign -= self._others.pop(0)[1]
+        self._stale_at = self._others[0][0] if self._others else math.inf
         if self._first < len(self._youngest):
             self._stale_at = min(self._stale_at, self._youngest[self._first] + window)
 
@@ -307,6 +349,15 @@ class WindowGate:
         self._blocks[index // _BLOCK] += amount
         self.used += amount
 
+    def _without_gone(self, charge: _Charge) -> _Charge:
+        """What has left the window as one piece, so that a long stream stays small as well."""
+        first = self._base + self._first
+        if len(charge) < 2 or charge[1][0] >= first:
+            return charge
+        gone = [piece for piece in charge if piece[0] < first]
+        amount = sum(piece[1] for piece in gone)
+        return ((gone[-1][0], amount, *gone[-1][2:]), *charge[len(gone) :])
+
     def _merge(self, charge: _Charge, more: _Charge) -> _Charge:
         """One piece for each slot, so that a stream which reports every chunk stays small."""
         if not charge or charge[-1][0] != self._last:
@@ -341,11 +392,12 @@ class WindowGate:
     def _drained_at(self, over: int) -> float:
         """The instant at which `over` of what counts now will have left."""
         drained = self._slots_left_at(over) if over <= self.used else math.inf
-        if not self._foreign:
-            return drained
-        rest = over - self._foreign
-        gone = max(self._foreign_until, self._slots_left_at(rest) if rest > 0 else -math.inf)
-        return min(drained, gone)
+        for leaves, amount in self._others:
+            over -= amount
+            if leaves < drained and over <= self.used:
+                rest = self._slots_left_at(over) if over > 0 else -math.inf
+                drained = min(drained, max(leaves, rest))
+        return drained
 
     def _slots_left_at(self, amount: int) -> float:
         """The instant at which the oldest slots, `amount` in all, will have left."""
