@@ -1,103 +1,131 @@
-"""One answer on its way: a plan of pieces, each with its time, and the books kept beside it.
+"""One answer on its way: a plan of pieces, each with its time, and the books beside it.
 
-The plan is a plain iterator and every booking one synchronous step. Only
-`Answer` waits, in the task of whoever reads it: there is no task and no cancel
-scope behind it, so it may be opened in one task and closed in another.
+The plan is a plain iterator, and each booking one synchronous step. Only `Answer`
+waits, in the task of whoever reads it: no task and no cancel scope stands behind
+it, so that it may be opened in one task and closed in another.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple, Self, final
 
 import anyio
 
-from ._calls import Call, Outcome
+from ._calls import FakeCall, Outcome
 from ._dialects import Headers
-from ._faults import ConnectionDropped
+from ._faults import ConnectionDropped, Fault
 from ._quota import Ledger
 from ._request import FakeRequest
-from ._shapes import Generation, Shape
+from ._shapes import Generation, Shape, StreamShape
 
-__all__ = ["Answer", "Booking", "Pace", "Piece", "streamed", "whole"]
+__all__ = ["Answer", "Booking", "Pace", "Piece", "kept_alive", "spoiled", "streamed", "whole"]
 
 
 class Piece(NamedTuple):
-    """A step of an answer: seconds after the start, what is sent, what was produced for it.
+    """A step of an answer: what is sent, what was produced for it, seconds after the arrival.
 
-    Headers go out where `data` is None.
+    The headers go out where `data` is None, and with the one that `ends` it, the call is over.
     """
 
     after: float
     data: bytes | None
     tokens: int = 0
+    ends: bool = False
 
 
 class Pace(NamedTuple):
-    """How fast an answer is produced: seconds to the first token, then tokens per second."""
+    """How fast it is produced: seconds to the first token, tokens per second, per chunk."""
 
     first: float
     rate: float
     chunk: int
 
-    def chunks(self, length: int) -> Iterator[tuple[float, int]]:
-        """When each chunk is complete, and its tokens."""
-        for start in range(0, length, self.chunk):
-            end = min(start + self.chunk, length)
-            yield self.first + (end - 1) / self.rate, end - start
-
     def steps(self, answer: Generation) -> Iterator[tuple[float, list[tuple[int, int]]]]:
-        """The choices' chunks side by side: when, and (choice, tokens) of each."""
-        chunks = [list(self.chunks(length)) for length in answer.lengths]
-        for step in range(max(map(len, chunks))):
-            there = [(i, each[step]) for i, each in enumerate(chunks) if step < len(each)]
-            yield max(at for _, (at, _) in there), [(i, tokens) for i, (_, tokens) in there]
+        """All choices side by side: when, and the (choice, tokens) that are complete then."""
+        for start in range(0, max(answer.lengths), self.chunk):
+            ends = [min(start + self.chunk, length) for length in answer.lengths]
+            chunks = [(choice, end - start) for choice, end in enumerate(ends) if end > start]
+            yield self.first + (max(ends) - 1) / self.rate, chunks
 
 
 def whole(shape: Shape, pace: Pace) -> Iterator[Piece]:
-    """Produce silently, then answer in one piece."""
+    """Produce in silence, second by second, then answer in one piece."""
     after = pace.first
-    each_second = pace._replace(chunk=max(1, math.ceil(pace.rate)))
-    for after, parts in each_second.steps(shape.answer):
-        yield Piece(after, b"", sum(tokens for _, tokens in parts))
-    yield Piece(after, None)
+    for after, chunks in pace._replace(chunk=math.ceil(pace.rate)).steps(shape.answer):
+        yield Piece(after, b"", sum(tokens for _, tokens in chunks))
+    yield Piece(after, None, ends=True)
     yield Piece(after, json.dumps(shape.whole()).encode())
 
 
-def streamed(shape: Shape, pace: Pace) -> Iterator[Piece]:
+def streamed(shape: StreamShape, pace: Pace) -> Iterator[Piece]:
     """Answer chunk by chunk."""
     after = pace.first
     yield Piece(after, None)
     yield Piece(after, shape.opening().encode())
-    for after, parts in pace.steps(shape.answer):
-        data = "".join(shape.delta(choice, tokens) for choice, tokens in parts)
-        yield Piece(after, data.encode(), sum(tokens for _, tokens in parts))
-    yield Piece(after, shape.closing().encode())
+    for after, chunks in pace.steps(shape.answer):
+        events = "".join(shape.delta(choice, tokens) for choice, tokens in chunks)
+        yield Piece(after, events.encode(), sum(tokens for _, tokens in chunks))
+    yield Piece(after, shape.closing().encode(), ends=True)
+
+
+def kept_alive(pieces: Iterator[Piece], every: float, line: bytes) -> Iterator[Piece]:
+    """Headers at once, then a line now and then until there is something to say."""
+    yield Piece(0.0, None)
+    due = every
+    for piece in pieces:
+        while due < piece.after:
+            yield Piece(due, line)
+            due += every
+        if piece.data:
+            due = math.inf
+        yield piece._replace(data=piece.data or b"")
+
+
+def spoiled(pieces: Iterable[Piece], fault: Fault) -> Iterator[Piece]:
+    """The pieces as the fault leaves them."""
+    if fault.unreachable:
+        raise ConnectionRefusedError("the fake is unreachable, because a fault says so")
+    if fault.drop:
+        yield Piece(fault.delay, b"")
+        raise ConnectionDropped("the fake closed the connection without an answer")
+    late = (piece._replace(after=piece.after + fault.delay) for piece in pieces)
+    replaced = late if fault.body is None else _replaced(late, fault.body)
+    yield from replaced if fault.abort_after is None else _broken_off(replaced, fault.abort_after)
+
+
+def _replaced(pieces: Iterator[Piece], body: bytes) -> Iterator[Piece]:
+    while not (piece := next(pieces)).data:
+        yield piece
+    yield piece._replace(data=body, ends=True)
+
+
+def _broken_off(pieces: Iterable[Piece], chunks: int) -> Iterator[Piece]:
+    sent = 0
+    for piece in pieces:
+        if piece.data and sent == chunks:
+            break
+        sent += bool(piece.data)
+        yield piece._replace(ends=False)
+    raise ConnectionDropped(f"the fake closed the connection after {sent} chunks")
 
 
 @final
 class Booking:
-    """What one call is charged, from its arrival to its end; then nothing more."""
+    """What one call is charged from its arrival to its end; after that nothing more is."""
 
-    __slots__ = ("_ledgers", "_request", "call")
+    __slots__ = ("_ledgers", "call")
 
-    def __init__(self, call: Call) -> None:
-        self.call: Call = call
-        self._request: FakeRequest | None = None
-        self._ledgers: Sequence[Ledger] = ()
+    def __init__(self, call: FakeCall) -> None:
+        self.call: FakeCall = call
+        self._ledgers: list[tuple[Ledger, FakeRequest]] = []
 
-    def admit(
-        self, request: FakeRequest, charges: Iterable[tuple[Ledger, int]], now: float
-    ) -> None:
-        """Charge what counts at arrival."""
-        charges = list(charges)
-        self._request = request
-        self._ledgers = [ledger for ledger, _ in charges]
-        for ledger, amount in charges:
-            self.charge(ledger, amount, now)
+    def admit(self, request: FakeRequest, ledgers: Iterable[Ledger]) -> None:
+        """From now on its output counts, at these."""
+        self._ledgers = [(ledger, request) for ledger in ledgers]
 
     def charge(self, ledger: Ledger, amount: int, now: float) -> None:
         """Charge one quota."""
@@ -106,62 +134,58 @@ class Booking:
         ledger.charge(amount, now)
 
     def produce(self, tokens: int, now: float) -> None:
-        """So many tokens more have been produced."""
+        """So many more tokens are there."""
         self.call.output_tokens += tokens
-        for ledger in self._ledgers:
-            if ledger.quota.counts == "produced" and ledger.quota.concerns_output:
-                self.charge(ledger, tokens, now)
+        for ledger, request in self._ledgers:
+            if ledger.quota.counts == "produced":
+                grown = ledger.quota.used(request, tokens) - ledger.quota.used(request, 0)
+                self.charge(ledger, grown, now)
 
     def end(self, outcome: Outcome, now: float) -> None:
         """Settle; only the first end counts."""
-        if self.call.outcome != "running":
-            return
-        self.call.outcome = outcome
-        self.call.ended = now
-        for ledger in self._ledgers:
-            self._settle(ledger, now)
+        if self.call.outcome == "running":
+            self.call.outcome, self.call.ended = outcome, now
+            for ledger, request in self._ledgers:
+                self._settle(ledger, request, now)
 
-    def _settle(self, ledger: Ledger, now: float) -> None:
-        quota, charged = ledger.quota, self.call.charged.get(ledger.quota.name, 0)
+    def _settle(self, ledger: Ledger, request: FakeRequest, now: float) -> None:
+        quota, charged = ledger.quota, self.call.charged[ledger.quota.name]
         if quota.rule == "concurrency":
             ledger.charge(-charged, now)
-        elif quota.counts in ("settled", "actual") and self._request is not None:
-            self.charge(ledger, quota.used(self._request, self.call.output_tokens) - charged, now)
+        elif quota.counts in ("settled", "actual"):
+            self.charge(ledger, quota.used(request, self.call.output_tokens) - charged, now)
 
 
 @final
 class Answer:
     """An answer whose headers are there, and whose body comes chunk by chunk.
 
-    An async iterator of bytes, and an async context manager: leaving it early is the
-    client's going away, and so is being cancelled while it waits for the next chunk.
-    Read and close it in any task, but not in two at once.
+    It is an async iterator of bytes, and an async context manager. Each chunk comes when
+    it is due. To leave or close it early, or to be cancelled while waiting for a chunk,
+    is the client's going away: what was not handed out was not produced. Read and close
+    it from any task, but not from two at once.
     """
 
-    __slots__ = ("_booking", "_outcome", "_pieces", "_start", "headers", "status")
+    __slots__ = ("_booking", "_outcome", "_pieces", "headers", "status")
 
     def __init__(
         self,
         status: int,
         headers: Headers,
-        pieces: Iterator[Piece],
+        pieces: Iterable[Piece],
         booking: Booking,
-        outcome: Outcome = "completed",
+        outcome: Outcome,
     ) -> None:
         self.status: int = status
         self.headers: Headers = headers
-        self._pieces = pieces
+        fault = booking.call.fault
+        self._pieces: Iterator[Piece] = spoiled(pieces, fault) if fault else iter(pieces)
         self._booking = booking
         self._outcome: Outcome = outcome
-        self._start = booking.call.arrived
 
     async def until_headers(self) -> Self:
-        """Wait until its headers go out.
-
-        Raises:
-            ConnectionDropped: a fault broke the connection instead.
-        """
-        while await self._step() is not None:
+        """Wait until the headers go out; `FakeProvider.respond` has done so."""
+        while (piece := await self._step()) and piece.data is not None:
             pass
         self._booking.call.status = self.status
         return self
@@ -170,43 +194,50 @@ class Answer:
         return self
 
     async def __anext__(self) -> bytes:
-        """The next chunk, when it is due.
+        """The next chunk.
 
         Raises:
             ConnectionDropped: a fault broke the connection.
         """
-        while self._booking.call.outcome == "running":
-            if data := await self._step():
-                return data
+        while piece := await self._step():
+            if piece.data:
+                return piece.data
         raise StopAsyncIteration
 
-    async def _step(self) -> bytes | None:
-        """Wait for the next piece, and book it in the step in which it is handed out."""
+    async def _step(self) -> Piece | None:
+        """Wait for the next piece; it is booked in the same step in which it is handed out."""
         try:
-            piece = next(self._pieces, None)
-            if piece is None:
-                self._end(self._outcome)
-                return b""
-            await anyio.sleep_until(self._start + piece.after)
-        except BaseException as error:
-            self._end("failed" if isinstance(error, ConnectionDropped) else "aborted")
+            if piece := next(self._pieces, None):
+                await anyio.sleep_until(self._booking.call.arrived + piece.after)
+        except OSError:
+            self._end("failed")
             raise
-        self._booking.produce(piece.tokens, anyio.current_time())
-        return piece.data
+        except BaseException:
+            self._end("aborted")
+            raise
+        if piece:
+            self._book(piece, anyio.current_time())
+        return piece
+
+    def _book(self, piece: Piece, now: float) -> None:
+        self._booking.produce(piece.tokens, now)
+        if piece.ends:
+            self._booking.end(self._outcome, now)
 
     async def read(self) -> bytes:
-        """All of the rest."""
+        """All the rest."""
         return b"".join([chunk async for chunk in self])
 
     async def json(self) -> Any:
-        """All of the rest, parsed."""
+        """All the rest, parsed."""
         return json.loads(await self.read())
 
     async def aclose(self) -> None:
-        """Go away: nothing more is produced. Does nothing after the end."""
+        """Go away: nothing more comes."""
         self._end("aborted")
 
     def _end(self, outcome: Outcome) -> None:
+        self._pieces = iter(())
         self._booking.end(outcome, anyio.current_time())
 
     async def __aenter__(self) -> Self:

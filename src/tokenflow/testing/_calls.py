@@ -3,57 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, final
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self, TypeAlias, final
 
 from ._faults import Fault
 
-__all__ = ["Call", "FakeCall", "FakeStatistics", "Outcome"]
+__all__ = ["FakeCall", "FakeStatistics", "Outcome"]
 
 Outcome: TypeAlias = Literal["running", "completed", "refused", "failed", "aborted"]
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class FakeCall:
-    """One call, as the provider has it in its books.
+    """One call, as it stood in the provider's books when they were read.
 
-    `outcome` is "running", "completed", "refused" (by a quota: `refused_by`, or at the door
-    by a fault), "failed" (an error, or a connection that a fault broke) or "aborted" (the
-    client went away). `status` is None where no headers were sent. `output_tokens` is
-    what was produced until its end. `charged` has what it was charged per quota's name.
-    Times are in seconds of the event loop's clock.
+    `outcome` is "running", "completed", "refused" (by the quota named in `refused_by`, or
+    by a fault with its status), "failed" (an error, or a fault broke the connection) or
+    "aborted" (the client went away). `status` is None as long as no headers were sent.
+    `output_tokens` is what was produced for it, `charged` what it was charged, by the
+    names of the quotas. Times are in seconds of the event loop's clock.
     """
 
     number: int
     path: str
-    model: str
-    stream: bool
     arrived: float
-    ended: float | None
-    outcome: Outcome
-    status: int | None
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    charged: Mapping[str, int]
-    refused_by: str | None
-    fault: Fault | None
-
-
-@final
-@dataclass(slots=True, kw_only=True)
-class Call:
-    """The same while it can still change."""
-
-    number: int
-    path: str
-    arrived: float
-    model: str = ""
-    stream: bool = False
     ended: float | None = None
     outcome: Outcome = "running"
     status: int | None = None
+    model: str = ""
+    stream: bool = False
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -61,33 +40,17 @@ class Call:
     refused_by: str | None = None
     fault: Fault | None = None
 
-    def frozen(self) -> FakeCall:
+    def copy(self) -> Self:
         """How it stands."""
-        return FakeCall(
-            number=self.number,
-            path=self.path,
-            model=self.model,
-            stream=self.stream,
-            arrived=self.arrived,
-            ended=self.ended,
-            outcome=self.outcome,
-            status=self.status,
-            input_tokens=self.input_tokens,
-            cached_tokens=self.cached_tokens,
-            output_tokens=self.output_tokens,
-            charged=dict(self.charged),
-            refused_by=self.refused_by,
-            fault=self.fault,
-        )
+        return replace(self, charged=self.charged.copy())
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeStatistics:
-    """Sums over all calls; `charged` and `foreign` are per quota's name.
+    """Sums over all calls so far; the tokens are those of calls that were not refused.
 
-    `foreign` is what `FakeProvider.consume` took. Tokens are those of calls that were
-    admitted.
+    `charged` is by the names of the quotas, and so is `foreign`: what other clients took.
     """
 
     calls: int

@@ -1,61 +1,48 @@
-"""How each provider writes its limits: in the headers of every answer, and when it refuses."""
+"""How each provider tells of its limits: in the headers of every answer, and when it refuses."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Final, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, NamedTuple, TypeAlias, final
 
 from typing_extensions import override
 
-from ._quota import Denial, Level
+from ._faults import Fault
+from ._quota import Denial, FakeQuota, Level
 from ._request import Endpoint
 from ._shapes import Json
 
-__all__ = ["DIALECTS", "Dialect", "DialectName", "Headers", "Reply"]
+__all__ = ["DIALECTS", "Dialect", "DialectName", "Headers", "Reply", "duration"]
 
 Headers: TypeAlias = list[tuple[str, str]]
 DialectName: TypeAlias = Literal["openai", "azure", "groq", "anthropic", "vllm"]
 
-_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "RPM": "requests per min (RPM)",
-        "RPD": "requests per day (RPD)",
-        "TPM": "tokens per min (TPM)",
-        "TPD": "tokens per day (TPD)",
-    }
-)
-_ERROR_TYPES: Final[Mapping[int, str]] = MappingProxyType(
-    {
-        400: "invalid_request_error",
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        500: "api_error",
-        529: "overloaded_error",
-    }
-)
+_DAY: Final = 86_400
+_NO_MONEY: Final = "You exceeded your current quota, please check your plan and billing details."
+_SHORTEN: Final = " The input or output tokens must be reduced in order to run successfully."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """A short answer: a refusal or an error."""
+class Reply(NamedTuple):
+    """An answer without a model behind it: a refusal or an error."""
 
     status: int
     headers: Headers
     body: Json
 
+    @property
+    def is_refusal(self) -> bool:
+        """Nothing was tried."""
+        return self.status in (413, 429, 503, 529)
+
 
 def duration(seconds: float) -> str:
     """Seconds as OpenAI writes them, rounded up to milliseconds.
 
-    >>> [duration(s) for s in (0, 0.0201, 1, 360, 252.172, 83909.144)]
-    ['0s', '21ms', '1s', '6m0s', '4m12.172s', '23h18m29.144s']
+    >>> [duration(seconds) for seconds in (0, 0.0191, 1, 360, 252.172, 83909.144)]
+    ['0s', '20ms', '1s', '6m0s', '4m12.172s', '23h18m29.144s']
     """
     milliseconds = _milliseconds(seconds)
     if 0 < milliseconds < 1_000:
@@ -75,23 +62,24 @@ def _whole_seconds(seconds: float) -> int:
 
 
 class Dialect:
-    """What the providers in OpenAI's tradition have in common; OpenAI itself."""
+    """OpenAI's own, and what those have in common who follow it."""
 
-    endpoints: frozenset[Endpoint] = frozenset(
+    endpoints: ClassVar[frozenset[Endpoint]] = frozenset(
         {"chat/completions", "completions", "embeddings", "models", "responses"}
     )
-    too_large_status = 429
-    request_id = "x-request-id"
+    request_id: ClassVar[str] = "x-request-id"
+    too_large_status: ClassVar[int] = 429
+    errors: ClassVar[Mapping[int, str]] = {500: "server_error"}
 
     def limit_headers(self, levels: Sequence[Level], unix_now: float) -> Headers:
-        """The headers of every answer."""
-        headers: Headers = []
-        for unit in ("requests", "tokens"):
-            level = next((each for each in levels if each.quota.of == unit), None)
-            headers += self._limit_headers(unit, level)
-        return headers
+        """What every answer tells about the quotas: one of requests, one of tokens."""
+        told = {unit: self._told(unit, levels) for unit in ("requests", "tokens")}
+        return [header for unit, level in told.items() for header in self._level(unit, level)]
 
-    def _limit_headers(self, unit: str, level: Level | None) -> Headers:
+    def _told(self, unit: str, levels: Sequence[Level]) -> Level | None:
+        return next((level for level in levels if level.quota.of == unit), None)
+
+    def _level(self, unit: str, level: Level | None) -> Headers:
         if level is None:
             return []
         return [
@@ -104,162 +92,168 @@ class Dialect:
         return duration(seconds)
 
     def refusal(self, model: str, denial: Denial) -> Reply:
-        """What a quota's no is: too large for ever, or come again."""
+        """A quota's no: never, or not yet."""
+        body = self.error(429, self.message(model, denial), "rate_limit_exceeded", denial.quota.of)
         if denial.wait == math.inf:
-            body = self._quota_error(denial, self._too_large(model, denial))
-            return Reply(status=self.too_large_status, headers=[], body=body)
-        body = self._quota_error(denial, self._limited(model, denial))
-        return Reply(status=429, headers=self.retry_headers(denial.wait), body=body)
+            return Reply(self.too_large_status, [], body)
+        return Reply(429, self.retry_after(denial.wait), body)
 
-    def retry_headers(self, seconds: float | None) -> Headers:
+    def message(self, model: str, denial: Denial) -> str:
+        """The words of a refusal."""
+        quota = denial.quota
+        never = denial.wait == math.inf
+        used = "" if never else f"Used {denial.used}, "
+        again = (
+            f" Please try again in {duration(denial.wait)}." if denial.wait and not never else ""
+        )
+        return (
+            f"{'Request too large' if never else 'Rate limit reached'} for {model} in organization "
+            f"org-fake on {_called(quota)}: Limit {quota.limit}, {used}Requested "
+            f"{denial.requested}.{_SHORTEN if never else again}"
+        )
+
+    def failure(self, fault: Fault, status: int) -> Reply:
+        """What a fault asked for."""
+        message = fault.message or (_NO_MONEY if fault.code == "insufficient_quota" else "a fault")
+        return Reply(
+            status, self.retry_after(fault.retry_after), self.error(status, message, fault.code)
+        )
+
+    def retry_after(self, seconds: float | None) -> Headers:
         """How long to wait, where that is known."""
         if seconds is None:
             return []
-        return [
-            ("retry-after-ms", str(_milliseconds(seconds))),
-            ("retry-after", str(_whole_seconds(seconds))),
-        ]
-
-    def _quota_error(self, denial: Denial, message: str) -> Json:
-        return self.error(429, message, "rate_limit_exceeded", denial.quota.of)
-
-    def _limited(self, model: str, denial: Denial) -> str:
-        wait = "" if denial.wait is None else f" Please try again in {duration(denial.wait)}."
-        return (
-            f"Rate limit reached for {model} in organization org-fake on {_called(denial)}: "
-            f"Limit {denial.quota.limit}, Used {denial.used}, Requested {denial.requested}.{wait}"
-        )
-
-    def _too_large(self, model: str, denial: Denial) -> str:
-        return (
-            f"Request too large for {model} in organization org-fake on {_called(denial)}: "
-            f"Limit {denial.quota.limit}, Requested {denial.requested}. "
-            "The input or output tokens must be reduced in order to run successfully."
-        )
+        milliseconds = ("retry-after-ms", str(_milliseconds(seconds)))
+        return [milliseconds, ("retry-after", str(_whole_seconds(seconds)))]
 
     def error(self, status: int, message: str, code: str | None = None, kind: str = "") -> Json:
         """The body of an error."""
-        kind = kind or code or _error_type(status)
+        kind = kind or code or self.errors.get(status, "invalid_request_error")
         return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def _called(denial: Denial) -> str:
-    return _NAMES.get(denial.quota.name, denial.quota.name)
+def _called(quota: FakeQuota) -> str:
+    period = {60.0: "min", 3_600.0: "hour", 86_400.0: "day"}.get(quota.per, f"{quota.per:g} s")
+    return f"{quota.of.replace('_', ' ')} per {period} ({quota.name})"
 
 
-def _error_type(status: int) -> str:
-    return _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-
-
+@final
 class Azure(Dialect):
-    """Bare seconds, -1 for what is not known, and a day's wait for what never fits."""
+    """Bare seconds, -1 for what it does not know, and a day for what never fits."""
 
     @override
-    def _limit_headers(self, unit: str, level: Level | None) -> Headers:
-        return super()._limit_headers(unit, level) or [(f"x-ratelimit-remaining-{unit}", "-1")]
+    def _level(self, unit: str, level: Level | None) -> Headers:
+        return super()._level(unit, level) or [(f"x-ratelimit-remaining-{unit}", "-1")]
 
     @override
     def _reset(self, seconds: float) -> str:
         return str(_whole_seconds(seconds))
 
     @override
-    def _quota_error(self, denial: Denial, message: str) -> Json:
-        return {"error": {"code": "429", "message": message}}
-
-    @override
-    def _limited(self, model: str, denial: Denial) -> str:
-        return self._retry_after(denial, _whole_seconds(denial.wait or 0))
-
-    @override
-    def _too_large(self, model: str, denial: Denial) -> str:
-        return self._retry_after(denial, 86_400)
-
-    def _retry_after(self, denial: Denial, seconds: int) -> str:
+    def message(self, model: str, denial: Denial) -> str:
         unit = "call" if denial.quota.of == "requests" else "token"
+        seconds = _DAY if denial.wait == math.inf else _whole_seconds(denial.wait or 0)
         return (
             f"Requests to the fake operation have exceeded the {unit} rate limit of your current "
             f"pricing tier. Please retry after {seconds} seconds."
         )
 
+    @override
+    def error(self, status: int, message: str, code: str | None = None, kind: str = "") -> Json:
+        code = str(status) if kind or not code else code
+        return {"error": {"code": code, "message": message}}
 
+
+@final
 class Groq(Dialect):
-    """OpenAI's headers, whole seconds in retry-after, and 413 for what never fits."""
+    """Headers tell the requests of a day and the tokens of a minute; 413 for what never fits."""
 
-    too_large_status = 413
+    too_large_status: ClassVar[int] = 413
 
     @override
-    def retry_headers(self, seconds: float | None) -> Headers:
-        return [each for each in super().retry_headers(seconds) if each[0] == "retry-after"]
+    def _told(self, unit: str, levels: Sequence[Level]) -> Level | None:
+        per = _DAY if unit == "requests" else 60
+        return super()._told(unit, [level for level in levels if level.quota.per == per])
+
+    @override
+    def retry_after(self, seconds: float | None) -> Headers:
+        return super().retry_after(seconds)[1:]
 
 
+@final
 class VLLM(Dialect):
-    """No limits to tell of, no time to wait; who serves both chat completions and messages."""
+    """Answers to both chat completions and messages; knows no limits and no times."""
 
-    endpoints: frozenset[Endpoint] = Dialect.endpoints | {"messages"}
+    endpoints: ClassVar[frozenset[Endpoint]] = Dialect.endpoints | {"messages"}
 
     @override
     def limit_headers(self, levels: Sequence[Level], unix_now: float) -> Headers:
         return []
 
     @override
-    def _limited(self, model: str, denial: Denial) -> str:
+    def message(self, model: str, denial: Denial) -> str:
         return "Model is overloaded"
 
-    @override
-    def _quota_error(self, denial: Denial, message: str) -> Json:
-        return self.error(429, message, "overloaded")
 
-
+@final
 class Anthropic(Dialect):
-    """Headers of their own, absolute resets, and only thousands of what remains."""
+    """Headers of its own: resets are times of day, and of tokens only the thousands are told."""
 
-    endpoints: frozenset[Endpoint] = frozenset({"messages", "models"})
-    request_id = "request-id"
+    endpoints: ClassVar[frozenset[Endpoint]] = frozenset({"messages", "models"})
+    request_id: ClassVar[str] = "request-id"
+    errors: ClassVar[Mapping[int, str]] = MappingProxyType(
+        {
+            401: "authentication_error",
+            403: "permission_error",
+            404: "not_found_error",
+            413: "request_too_large",
+            429: "rate_limit_error",
+            500: "api_error",
+            529: "overloaded_error",
+        }
+    )
 
     @override
     def limit_headers(self, levels: Sequence[Level], unix_now: float) -> Headers:
-        headers: Headers = []
-        for level in levels:
-            name = level.quota.of.replace("_", "-")
-            exact = level.quota.of == "requests"
-            remaining = level.remaining if exact else round(level.remaining, -3)
-            reset = datetime.fromtimestamp(_whole_seconds(unix_now + level.reset), UTC)
-            headers += [
-                (f"anthropic-ratelimit-{name}-limit", str(level.quota.limit)),
-                (f"anthropic-ratelimit-{name}-remaining", str(remaining)),
-                (f"anthropic-ratelimit-{name}-reset", reset.strftime("%Y-%m-%dT%H:%M:%SZ")),
-            ]
-        return headers
+        told = {level.quota.of.replace("_", "-"): level for level in levels}
+        if tokens := [level for level in levels if level.quota.of != "requests"]:
+            told["tokens"] = min(tokens, key=lambda level: level.remaining)
+        return [
+            (f"anthropic-ratelimit-{unit}-{name}", value)
+            for unit, level in told.items()
+            for name, value in self._figures(level, unix_now).items()
+        ]
+
+    def _figures(self, level: Level, unix_now: float) -> dict[str, str]:
+        exact = level.quota.of == "requests"
+        reset = datetime.fromtimestamp(_whole_seconds(unix_now + level.reset), UTC)
+        return {
+            "limit": str(level.quota.limit),
+            "remaining": str(level.remaining if exact else round(level.remaining, -3)),
+            "reset": reset.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
 
     @override
-    def retry_headers(self, seconds: float | None) -> Headers:
-        return [each for each in super().retry_headers(seconds) if each[0] == "retry-after"]
-
-    @override
-    def _quota_error(self, denial: Denial, message: str) -> Json:
-        return self.error(429, message)
-
-    @override
-    def _limited(self, model: str, denial: Denial) -> str:
-        unit = denial.quota.of.replace("_", " ")
-        return (
-            f"This request would exceed the rate limit for your organization of "
-            f"{denial.quota.limit:,} {unit} per minute (model: {model})."
-        )
-
-    @override
-    def _too_large(self, model: str, denial: Denial) -> str:
-        return self._limited(model, denial)
+    def retry_after(self, seconds: float | None) -> Headers:
+        return super().retry_after(seconds)[1:]
 
     @override
     def error(self, status: int, message: str, code: str | None = None, kind: str = "") -> Json:
-        error = {"type": kind or _error_type(status), "message": message}
-        return {"type": "error", "error": error, "request_id": None}
+        kind = self.errors.get(status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+
+    @override
+    def message(self, model: str, denial: Denial) -> str:
+        limit = f"{denial.quota.limit:,} {_called(denial.quota)}"
+        return f"This request would exceed your organization's rate limit of {limit} for {model}."
 
 
-_make: Final[Mapping[DialectName, Callable[[], Dialect]]] = MappingProxyType(
-    {"openai": Dialect, "azure": Azure, "groq": Groq, "anthropic": Anthropic, "vllm": VLLM}
-)
 DIALECTS: Final[Mapping[DialectName, Dialect]] = MappingProxyType(
-    {name: make() for name, make in _make.items()}
+    {
+        "openai": Dialect(),
+        "azure": Azure(),
+        "groq": Groq(),
+        "anthropic": Anthropic(),
+        "vllm": VLLM(),
+    }
 )

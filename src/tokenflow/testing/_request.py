@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Final, Literal, TypeAlias, final
+from typing import Any, Final, Literal, TypeAlias, cast, final
 
 from tokenflow._usage import token_count
 
-__all__ = ["Body", "Endpoint", "FakeRequest", "Invalid", "approximate_tokens", "read_request"]
+__all__ = [
+    "Body",
+    "Endpoint",
+    "FakeRequest",
+    "Invalid",
+    "approximate_tokens",
+    "count",
+    "read_request",
+]
 
 Body: TypeAlias = Mapping[str, Any]
 Endpoint: TypeAlias = Literal[
@@ -25,10 +33,11 @@ _PATH: Final = re.compile(
 _TEXT: Final = ("system", "instructions", "messages", "prompt", "input", "tools")
 _NO_TEXT: Final = frozenset({"role", "type", "cache_control"})
 _MAXIMA: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_MAX_CHOICES: Final = 128
 
 
 class Invalid(Exception):
-    """The request makes no sense to this server: an HTTP status and a message."""
+    """This server cannot make sense of the request: a status, and why."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -40,25 +49,26 @@ class Invalid(Exception):
 class FakeRequest:
     """One request as the server understood it: what `output`, `faults` and the like are given.
 
-    `number` counts from 0 in order of arrival, `time` is in seconds of the event
-    loop's clock. `characters` is the length of all the text in it. `random` is
-    this request's own generator: seeded by the provider's seed and the body, not
-    by the order of arrival; the same body sent again has another.
+    `number` counts from 0 in order of arrival. The names of `headers` are in lower case.
+    `max_output_tokens` is the largest that was declared, if one was. `estimated_tokens`
+    is what the input looks like at first sight, a quarter of its characters, and
+    `input_tokens` what it turns out to be. `random` is this request's own generator,
+    seeded by the provider's seed and the body: it does not depend on who came before,
+    but the same body sent again has another one.
     """
 
     number: int
-    time: float
     path: str
     headers: Mapping[str, str]
     body: Body
     endpoint: Endpoint
     model: str
+    stream: bool
+    choices: int
     input_tokens: int
     cached_tokens: int
+    estimated_tokens: int
     max_output_tokens: int | None
-    choices: int
-    stream: bool
-    characters: int
     random: Random = field(repr=False, compare=False)
 
     @property
@@ -69,76 +79,80 @@ class FakeRequest:
 
 
 def approximate_tokens(body: Body) -> int:
-    """A quarter of the bytes of the text in a request, rounded up; token ids count one each.
+    """A quarter of the UTF-8 bytes of the text in a request, rounded up; token ids count 1 each.
 
     Text is every string in `messages`, `prompt`, `input`, `system`, `instructions` and
-    `tools`, in UTF-8, save roles and types.
+    `tools`, save roles and types.
 
     >>> approximate_tokens({"model": "m", "messages": [{"role": "user", "content": "12345"}]})
     2
     """
-    ids = sum(isinstance(leaf, int) for leaf in _leaves(body))
-    return ids + -(-sum(len(text.encode("utf-8", "replace")) for text in _texts(body)) // 4)
+    return _quarter(body, lambda text: len(text.encode("utf-8", "replace")))
 
 
-def _texts(body: Body) -> Iterator[str]:
-    return (leaf for leaf in _leaves(body) if isinstance(leaf, str))
+def _quarter(body: Body, size: Callable[[str], int]) -> int:
+    leaves = list(_leaves([body.get(name) for name in _TEXT]))
+    texts = [leaf for leaf in leaves if isinstance(leaf, str)]
+    return len(leaves) - len(texts) - sum(map(size, texts)) // -4
 
 
-def _leaves(body: Body) -> Iterator[str | int]:
-    found = [body.get(name) for name in _TEXT]
+def _leaves(found: list[Any]) -> Iterator[str | int]:
+    """The texts and the token ids in it, however deep."""
     while found:
         match found.pop():
-            case str() | int() as leaf:
-                yield leaf
+            case str() as text:
+                yield text
             case list() as items:
+                yield from (item for item in items if type(item) is int)
                 found += items
             case dict() as fields:
                 found += (value for name, value in fields.items() if name not in _NO_TEXT)
 
 
 def read_request(
-    number: int,
-    time: float,
+    method: str,
     path: str,
     headers: Mapping[str, str],
     raw: bytes,
     *,
+    number: int,
+    endpoints: Container[str],
     count_tokens: Callable[[Body], int],
-    random: Callable[[bytes], Random],
+    random: Random,
 ) -> FakeRequest:
-    """Understand a request.
+    """Understand a request; nothing is read from the cache yet.
 
     Raises:
-        Invalid: with the status that says what is wrong with it.
+        Invalid: it makes no sense.
     """
     route = _PATH.search(path)
-    if route is None:
+    if route is None or route["endpoint"] not in endpoints:
         raise Invalid(404, f"unknown path {path}")
-    endpoint: Any = route["endpoint"]
-    body = {} if endpoint == "models" else _json(raw)
-    model = route["deployment"] or body.get("model") or ""
-    if not isinstance(model, str) or not (model or endpoint == "models"):
+    endpoint = cast(Endpoint, route["endpoint"])
+    if method != ("GET" if endpoint == "models" else "POST"):
+        raise Invalid(405, f"{method} is not allowed for {path}")
+    body = {"model": ""} if endpoint == "models" else _object(raw)
+    model = route["deployment"] or body.get("model")
+    if not isinstance(model, str):
         raise Invalid(400, "you must provide a model parameter")
     return FakeRequest(
         number=number,
-        time=time,
         path=path,
         headers=headers,
         body=body,
         endpoint=endpoint,
         model=model,
+        stream=body.get("stream") is True,
+        choices=_choices(body, endpoint),
         input_tokens=count_tokens(body),
         cached_tokens=0,
+        estimated_tokens=_quarter(body, len),
         max_output_tokens=_declared(body, endpoint),
-        choices=_choices(body) if endpoint in ("chat/completions", "completions") else 1,
-        stream=bool(body.get("stream")),
-        characters=sum(map(len, _texts(body))),
-        random=random(raw),
+        random=random,
     )
 
 
-def _json(raw: bytes) -> dict[str, Any]:
+def _object(raw: bytes) -> Body:
     try:
         body = json.loads(raw)
     except ValueError:
@@ -151,19 +165,26 @@ def _json(raw: bytes) -> dict[str, Any]:
 def _declared(body: Body, endpoint: Endpoint) -> int | None:
     if endpoint in ("embeddings", "models"):
         return 0
-    declared = [count for name in _MAXIMA if (count := _count(body, name)) is not None]
+    declared = [count(body, name, 0) for name in _MAXIMA if body.get(name) is not None]
     if endpoint == "messages" and not declared:
         raise Invalid(400, "max_tokens: Field required")
     return max(declared, default=None)
 
 
-def _choices(body: Body) -> int:
-    return max(_count(body, "n") or 1, _count(body, "best_of") or 1)
+def _choices(body: Body, endpoint: Endpoint) -> int:
+    if endpoint not in ("chat/completions", "completions"):
+        return 1
+    choices = max(count(body, "n", 1), count(body, "best_of", 1), 1)
+    if choices > _MAX_CHOICES:
+        raise Invalid(400, f"n must be at most {_MAX_CHOICES}, not {choices}")
+    return choices
 
 
-def _count(body: Body, name: str) -> int | None:
-    value = body.get(name)
+def count(body: Body, name: str, default: int) -> int:
+    """A whole number in a request's body; raises Invalid for what is none."""
+    if body.get(name) is None:
+        return default
     try:
-        return None if value is None else token_count(value, name)
+        return token_count(body[name], name)
     except (TypeError, ValueError) as error:
         raise Invalid(400, str(error)) from None

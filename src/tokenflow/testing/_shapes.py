@@ -7,25 +7,26 @@ a token at four bytes is right.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import struct
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, TypeAlias, final
 
 from typing_extensions import override
 
-from ._request import Body, Endpoint, FakeRequest, Invalid
+from ._request import Body, Endpoint, FakeRequest, Invalid, count
 
-__all__ = ["SHAPES", "Generation", "Json", "Shape"]
+__all__ = ["SHAPES", "Generation", "Json", "Shape", "StreamShape"]
 
 Json: TypeAlias = dict[str, Any]
 
 _WORD: Final = "tok "
-_DIMENSIONS: Final = 8
+_WIDTH: Final = 8
 _MAX_INPUTS: Final = 2_048
 
 
@@ -38,120 +39,134 @@ class Generation:
     created: int
     lengths: tuple[int, ...]
     truncated: tuple[bool, ...]
-    hide_usage: bool = False
+    hide_usage: bool
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of all choices."""
+        """Of all choices."""
         return sum(self.lengths)
 
-    @property
-    def text(self) -> str:
-        """The first choice."""
-        return _WORD * self.lengths[0]
 
-
-def _event(data: object, name: str = "") -> str:
-    line = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
-    return f"event: {name}\ndata: {line}\n\n" if name else f"data: {line}\n\n"
-
-
-class Shape:
-    """How one endpoint writes one answer; the parts of a stream are blocks of whole events."""
+class Shape(ABC):
+    """How one endpoint writes one answer."""
 
     def __init__(self, answer: Generation) -> None:
         self.answer: Generation = answer
         self.request: FakeRequest = answer.request
+        self.texts: list[str] = [_WORD * length for length in answer.lengths]
 
+    @abstractmethod
     def whole(self) -> Json:
         """The answer in one piece."""
-        raise NotImplementedError
-
-    def opening(self) -> str:
-        """What comes before the first token of a stream."""
-        return ""
-
-    def delta(self, choice: int, tokens: int) -> str:
-        """A chunk of one choice."""
-        return ""
-
-    def closing(self) -> str:
-        """What comes after the last token."""
-        return ""
+        ...
 
     def with_usage(self, body: Json, usage: Json) -> Json:
-        """The body with its usage, unless that is to be missing."""
+        """The body and its usage, unless a fault hides that."""
         return body if self.answer.hide_usage else {**body, "usage": usage}
 
 
-class Chat(Shape):
-    """Chat completions: chunks without names, and a usage only for those who ask for it."""
+class StreamShape(Shape):
+    """One that can stream as well, in blocks of whole events."""
+
+    @abstractmethod
+    def opening(self) -> str:
+        """What comes before the first token."""
+        ...
+
+    @abstractmethod
+    def delta(self, choice: int, tokens: int) -> str:
+        """A chunk of one choice."""
+        ...
+
+    @abstractmethod
+    def closing(self) -> str:
+        """What comes after the last token."""
+        ...
+
+    def event(self, name: str, **fields: Any) -> str:
+        """An event with a name, which is its type too."""
+        return f"event: {name}\n{_data({'type': name, **fields})}"
+
+
+def _data(fields: Json) -> str:
+    return f"data: {json.dumps(fields, separators=(',', ':'))}\n\n"
+
+
+class Chat(StreamShape):
+    """Chat completions: events without names, and a usage for those who ask for it."""
 
     prefix: ClassVar[str] = "chatcmpl"
     whole_object: ClassVar[str] = "chat.completion"
     chunk_object: ClassVar[str] = "chat.completion.chunk"
 
+    def __init__(self, answer: Generation) -> None:
+        super().__init__(answer)
+        self._made = 0
+        options = answer.request.body.get("stream_options")
+        self._options: Json = options if isinstance(options, dict) else {}
+
     @override
     def whole(self) -> Json:
+        self._made = self.answer.output_tokens
         choices = [
-            {**self._choice(index), **self._text(_WORD * length)}
-            for index, length in enumerate(self.answer.lengths)
+            self._choice(index, self._content(text), is_last=True)
+            for index, text in enumerate(self.texts)
         ]
         return self.with_usage({**self._head(self.whole_object), "choices": choices}, self._usage())
 
     @override
     def opening(self) -> str:
-        role = {"role": "assistant", "content": ""}
-        return "".join(self._chunk(index, role) for index in range(len(self.answer.lengths)))
+        role = self._delta(role="assistant", content="")
+        return "".join(self._chunk(index, role) for index in range(len(self.texts)))
 
     @override
     def delta(self, choice: int, tokens: int) -> str:
-        return self._chunk(choice, {"content": _WORD * tokens})
+        self._made += tokens
+        return self._chunk(choice, self._delta(content=_WORD * tokens))
 
     @override
     def closing(self) -> str:
-        ends = [self._chunk(index, {}, end=True) for index in range(len(self.answer.lengths))]
-        if self._usage_is_wanted:
+        indices = range(len(self.texts))
+        events = [self._chunk(index, self._delta(), is_last=True) for index in indices]
+        if self._wants_usage:
             head = self._head(self.chunk_object)
-            ends.append(_event({**head, "choices": [], "usage": self._usage()}))
-        return "".join(ends) + _event("[DONE]")
+            events.append(_data({**head, "choices": [], "usage": self._usage()}))
+        return "".join(events) + "data: [DONE]\n\n"
 
-    def _chunk(self, index: int, delta: Json, *, end: bool = False) -> str:
-        choice = {**self._choice(index), **self._delta(delta)}
-        if not end:
-            choice["finish_reason"] = None
+    def _chunk(self, index: int, delta: Json, *, is_last: bool = False) -> str:
+        choice = self._choice(index, delta, is_last=is_last)
         chunk = {**self._head(self.chunk_object), "choices": [choice]}
-        return _event({**chunk, "usage": None} if self._usage_is_wanted else chunk)
+        if not self._wants_usage:
+            return _data(chunk)
+        continuous = self._options.get("continuous_usage_stats") is True  # an option of vLLM
+        return _data({**chunk, "usage": self._usage() if continuous else None})
 
     def _head(self, kind: str) -> Json:
-        return {
-            "id": f"{self.prefix}-{self.request.number}",
-            "object": kind,
-            "created": self.answer.created,
-            "model": self.request.model,
-        }
+        request, created = self.request, self.answer.created
+        identity = {"id": f"{self.prefix}-{request.number}", "object": kind}
+        return {**identity, "created": created, "model": request.model}
 
-    def _choice(self, index: int) -> Json:
+    def _choice(self, index: int, content: Json, *, is_last: bool) -> Json:
         reason = "length" if self.answer.truncated[index] else "stop"
-        return {"index": index, "logprobs": None, "finish_reason": reason}
+        end = {"logprobs": None, "finish_reason": reason if is_last else None}
+        return {"index": index, **content, **end}
 
-    def _text(self, text: str) -> Json:
+    def _content(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _delta(self, delta: Json) -> Json:
+    def _delta(self, **delta: str) -> Json:
         return {"delta": delta}
 
     @property
-    def _usage_is_wanted(self) -> bool:
-        options = self.request.body.get("stream_options")
-        asked = isinstance(options, dict) and options.get("include_usage") is True
-        return asked and not self.answer.hide_usage
+    def _wants_usage(self) -> bool:
+        return self._options.get("include_usage") is True and not self.answer.hide_usage
 
     def _usage(self) -> Json:
+        used, made = self.request.input_tokens, self._made
         return {
-            "prompt_tokens": self.request.input_tokens,
-            "completion_tokens": self.answer.output_tokens,
-            "total_tokens": self.request.input_tokens + self.answer.output_tokens,
+            "prompt_tokens": used,
+            "completion_tokens": made,
+            "total_tokens": used + made,
             "prompt_tokens_details": {"cached_tokens": self.request.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
@@ -170,110 +185,95 @@ class Completions(Chat):
         return ""
 
     @override
-    def _text(self, text: str) -> Json:
+    def _content(self, text: str) -> Json:
         return {"text": text}
 
     @override
-    def _delta(self, delta: Json) -> Json:
+    def _delta(self, **delta: str) -> Json:
         return {"text": delta.get("content", "")}
 
 
 @final
-class Responses(Shape):
-    """Responses: numbered events with names, and the usage inside the last of them."""
+class Responses(StreamShape):
+    """Responses: numbered events, and the usage inside the last of them."""
 
     def __init__(self, answer: Generation) -> None:
         super().__init__(answer)
-        self._numbers = count()
+        self._numbers = itertools.count()
         self._status = "incomplete" if answer.truncated[0] else "completed"
-        self._place = {"item_id": f"msg_{answer.request.number}", "output_index": 0}
-        self._part_place = {**self._place, "content_index": 0}
+        self._message = {"item_id": f"msg_{answer.request.number}", "output_index": 0}
+        self._text = {**self._message, "content_index": 0}
 
     @override
     def whole(self) -> Json:
-        body = {**self._response(self._status), "output": [self._item(self._status)]}
-        if self.answer.truncated[0]:
-            body["incomplete_details"] = {"reason": "max_output_tokens"}
-        return self.with_usage(body, self._usage())
+        used, made = self.request.input_tokens, self.answer.output_tokens
+        usage = {
+            "input_tokens": used,
+            "input_tokens_details": {"cached_tokens": self.request.cached_tokens},
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": used + made,
+        }
+        reason = {"reason": "max_output_tokens"} if self.answer.truncated[0] else None
+        output = {"output": [self._item(self._status, self._part(self.texts[0]))]}
+        body = {**self._response(self._status), **output, "incomplete_details": reason}
+        return self.with_usage(body, usage)
 
     @override
     def opening(self) -> str:
         response = self._response("in_progress")
-        item = {**self._item("in_progress"), "content": []}
-        part = {"type": "output_text", "text": "", "annotations": []}
+        item = self._item("in_progress")
         return (
-            self._event("response.created", response=response)
-            + self._event("response.in_progress", response=response)
-            + self._event("response.output_item.added", output_index=0, item=item)
-            + self._event("response.content_part.added", **self._part_place, part=part)
+            self.event("response.created", response=response)
+            + self.event("response.in_progress", response=response)
+            + self.event("response.output_item.added", output_index=0, item=item)
+            + self.event("response.content_part.added", **self._text, part=self._part(""))
         )
 
     @override
     def delta(self, choice: int, tokens: int) -> str:
         text = {"delta": _WORD * tokens, "logprobs": []}
-        return self._event("response.output_text.delta", **self._part_place, **text)
+        return self.event("response.output_text.delta", **self._text, **text)
 
     @override
     def closing(self) -> str:
-        whole = self.whole()
-        item = whole["output"][0]
-        text = {"text": self.answer.text, "logprobs": []}
+        text = {"text": self.texts[0], "logprobs": []}
+        part = self._part(self.texts[0])
+        item = self._item(self._status, part)
         return (
-            self._event("response.output_text.done", **self._part_place, **text)
-            + self._event("response.content_part.done", **self._part_place, part=item["content"][0])
-            + self._event("response.output_item.done", output_index=0, item=item)
-            + self._event(f"response.{self._status}", response=whole)
+            self.event("response.output_text.done", **self._text, **text)
+            + self.event("response.content_part.done", **self._text, part=part)
+            + self.event("response.output_item.done", output_index=0, item=item)
+            + self.event(f"response.{self._status}", response=self.whole())
         )
 
-    def _event(self, name: str, **fields: Any) -> str:
-        return _event({"type": name, "sequence_number": next(self._numbers), **fields}, name)
+    @override
+    def event(self, name: str, **fields: Any) -> str:
+        return super().event(name, sequence_number=next(self._numbers), **fields)
 
-    def _item(self, status: str) -> Json:
-        return {
-            "id": self._place["item_id"],
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": self.answer.text, "annotations": []}],
-        }
+    def _part(self, text: str) -> Json:
+        return {"type": "output_text", "text": text, "annotations": []}
+
+    def _item(self, status: str, *content: Json) -> Json:
+        identity = {"id": self._message["item_id"], "type": "message", "role": "assistant"}
+        return {**identity, "status": status, "content": list(content)}
 
     def _response(self, status: str) -> Json:
-        return {
-            "id": f"resp_{self.request.number}",
-            "object": "response",
-            "created_at": self.answer.created,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": None,
-            "metadata": {},
-            "model": self.request.model,
-            "output": [],
-            "parallel_tool_calls": True,
-            "temperature": 1.0,
-            "tool_choice": "auto",
-            "tools": [],
-            "top_p": 1.0,
-        }
-
-    def _usage(self) -> Json:
-        return {
-            "input_tokens": self.request.input_tokens,
-            "input_tokens_details": {"cached_tokens": self.request.cached_tokens},
-            "output_tokens": self.answer.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": self.request.input_tokens + self.answer.output_tokens,
-        }
+        identity = {"id": f"resp_{self.request.number}", "object": "response"}
+        nothing: Json = {"output": [], "tools": [], "metadata": {}, "error": None}
+        usual = {"tool_choice": "auto", "parallel_tool_calls": True, "instructions": None}
+        asked = {"created_at": self.answer.created, "model": self.request.model}
+        return {**identity, **asked, "status": status, **nothing, **usual}
 
 
 @final
-class Messages(Shape):
+class Messages(StreamShape):
     """Anthropic's messages: input first, output counted up, the cache beside the input."""
 
     @override
     def whole(self) -> Json:
-        text = {"type": "text", "text": self.answer.text}
-        body = {**self._message(), "content": [text], "stop_reason": self._reason}
+        content = {"content": [{"type": "text", "text": self.texts[0]}]}
+        body = {**self._message(), **content, "stop_reason": self._reason}
         return self.with_usage(body, self._usage(self.answer.output_tokens))
 
     @override
@@ -281,60 +281,53 @@ class Messages(Shape):
         message = self.with_usage(self._message(), self._usage(1))
         block = {"type": "text", "text": ""}
         return (
-            self._event("message_start", message=message)
-            + self._event("content_block_start", index=0, content_block=block)
-            + self._event("ping")
+            self.event("message_start", message=message)
+            + self.event("content_block_start", index=0, content_block=block)
+            + self.event("ping")
         )
 
     @override
     def delta(self, choice: int, tokens: int) -> str:
         text = {"type": "text_delta", "text": _WORD * tokens}
-        return self._event("content_block_delta", index=0, delta=text)
+        return self.event("content_block_delta", index=0, delta=text)
 
     @override
     def closing(self) -> str:
         end = {"delta": {"stop_reason": self._reason, "stop_sequence": None}}
-        usage = {"output_tokens": self.answer.output_tokens}
+        end = self.with_usage(end, {"output_tokens": self.answer.output_tokens})
         return (
-            self._event("content_block_stop", index=0)
-            + self._event("message_delta", **self.with_usage(end, usage))
-            + self._event("message_stop")
+            self.event("content_block_stop", index=0)
+            + self.event("message_delta", **end)
+            + self.event("message_stop")
         )
-
-    def _event(self, name: str, **fields: Any) -> str:
-        return _event({"type": name, **fields}, name)
 
     @property
     def _reason(self) -> str:
         return "max_tokens" if self.answer.truncated[0] else "end_turn"
 
     def _message(self) -> Json:
-        return {
-            "id": f"msg_{self.request.number}",
-            "type": "message",
-            "role": "assistant",
-            "model": self.request.model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-        }
+        identity = {"id": f"msg_{self.request.number}", "type": "message", "role": "assistant"}
+        end = {"stop_reason": None, "stop_sequence": None}
+        return {**identity, "model": self.request.model, "content": [], **end}
 
     def _usage(self, output_tokens: int) -> Json:
+        cached = self.request.cached_tokens
         return {
-            "input_tokens": self.request.input_tokens - self.request.cached_tokens,
+            "input_tokens": self.request.input_tokens - cached,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": self.request.cached_tokens,
+            "cache_read_input_tokens": cached,
             "output_tokens": output_tokens,
         }
 
 
 @final
 class Embeddings(Shape):
-    """Embeddings; they mean nothing, but the same text has the same. They never stream."""
+    """Embeddings; they mean nothing, but the same text has the same."""
 
     def __init__(self, answer: Generation) -> None:
         super().__init__(answer)
         self._items = _inputs(answer.request.body)
+        self._width = count(answer.request.body, "dimensions", _WIDTH)
 
     @override
     def whole(self) -> Json:
@@ -347,35 +340,34 @@ class Embeddings(Shape):
         return self.with_usage(body, {"prompt_tokens": tokens, "total_tokens": tokens})
 
     def _vector(self, item: object) -> list[float] | str:
-        width = self.request.body.get("dimensions") or _DIMENSIONS
         seed = zlib.crc32(json.dumps(item).encode())
-        vector = [((seed >> (i % 24)) % 256) / 256 for i in range(width)]
-        if self.request.body.get("encoding_format") != "base64":
+        vector = [(seed >> place % 24 & 255) / 256 for place in range(self._width)]
+        if self.request.body.get("encoding_format") != "base64":  # what OpenAI's library asks for
             return vector
-        return base64.b64encode(struct.pack(f"<{width}f", *vector)).decode()
+        return base64.b64encode(struct.pack(f"<{self._width}f", *vector)).decode()
 
 
 def _inputs(body: Body) -> list[Any]:
     given = body.get("input")
-    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
-        return [given]
-    if not isinstance(given, list) or not given:
-        raise Invalid(400, "'input' must be a string or a non-empty array")
-    if len(given) > _MAX_INPUTS:
-        raise Invalid(400, f"'input' has {len(given)} items, the maximum is {_MAX_INPUTS}")
-    return given
+    items = given if isinstance(given, list) else [given]
+    if items and type(items[0]) is int:
+        return [items]
+    if not items or None in items:
+        raise Invalid(400, "input must be a text, or a list with at least one")
+    if len(items) > _MAX_INPUTS:
+        raise Invalid(400, f"input may have at most {_MAX_INPUTS} items, not {len(items)}")
+    return items
 
 
 @final
 class Models(Shape):
-    """The list of models, with one in it; a call may name any other as well."""
+    """A list with one model; any other is answered for as well."""
 
     @override
     def whole(self) -> Json:
-        model = {"id": "fake", "object": "model", "type": "model", "display_name": "Fake"}
-        times = {"created": self.answer.created, "created_at": "2026-01-01T00:00:00Z"}
-        listed = {**model, **times, "owned_by": "tokenflow"}
-        return {"object": "list", "data": [listed], "has_more": False}
+        names = {"id": "fake", "object": "model", "type": "model", "display_name": "Fake"}
+        rest = {"created": self.answer.created, "owned_by": "tokenflow"}
+        return {"object": "list", "data": [{**names, **rest}], "has_more": False}
 
 
 SHAPES: Final[Mapping[Endpoint, type[Shape]]] = MappingProxyType(
