@@ -7,6 +7,7 @@ from ._errors import (
     QueueFull,
     RequestTooLarge,
     TokenflowError,
+    UnknownModel,
     WaitTimeout,
     WrongResultCount,
 )
@@ -33,6 +34,7 @@ from .estimation import (
     TiktokenCounter,
     TokenCounter,
 )
+from .flow import Call, CallEvent, FlowStatistics, TokenFlow, call_options
 from .limits import (
     FairShare,
     Fifo,
@@ -43,16 +45,20 @@ from .limits import (
     TokenRateLimiter,
     TokenSemaphore,
 )
+from .serving import Replica, TokenRouter, TokenScheduler
 
 __all__ = [
     "ApproximateCounter",
     "Batch",
     "BatchError",
     "BatcherClosed",
+    "Call",
+    "CallEvent",
     "EstimateKey",
     "EstimateStatistics",
     "FairShare",
     "Fifo",
+    "FlowStatistics",
     "HistoricalEstimator",
     "HuggingFaceCounter",
     "Lease",
@@ -64,6 +70,7 @@ __all__ = [
     "Quota",
     "QuotaStatus",
     "RateLimitStatus",
+    "Replica",
     "Request",
     "RequestTooLarge",
     "SmallestFirst",
@@ -71,13 +78,18 @@ __all__ = [
     "TiktokenCounter",
     "TokenBatcher",
     "TokenCounter",
+    "TokenFlow",
     "TokenLimits",
     "TokenRateLimiter",
+    "TokenRouter",
+    "TokenScheduler",
     "TokenSemaphore",
     "TokenflowError",
+    "UnknownModel",
     "Usage",
     "WaitTimeout",
     "WrongResultCount",
+    "call_options",
     "lower_bound",
     "pack",
     "pack_stream",
