@@ -1,0 +1,266 @@
+"""What a throttled transport does, whatever the HTTP library: that of `httpx2.py` and `httpx.py`.
+
+Each attempt of an SDK is a call of its own: it reserves, goes, and reconciles. The
+call lives as long as the response's body. Inside an open `flow.request` block the
+first attempt is that call. A redirect has used nothing; who follows it calls anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Final, Protocol, Self
+
+from anyio import to_thread
+
+from tokenflow._errors import NoReplica, QueueFull, RequestTooLarge, TokenflowError, WaitTimeout
+from tokenflow.flow import Call, Limits, ProviderRules, TokenFlow
+from tokenflow.flow._call import open_call
+
+from ._bodies import Reader, Unread, described, parsed, reader
+
+__all__ = ["MeteredBody", "Throttle"]
+
+_TURNED_AWAY: Final = (RequestTooLarge, NoReplica, QueueFull, WaitTimeout)
+_IN_LOOP: Final = 1 << 19  # bytes of JSON: some milliseconds
+_READABLE: Final = "gzip, deflate"
+
+
+class Throttle:
+    """One for each transport."""
+
+    __slots__ = ("_body", "_flow", "_response", "_rules")
+
+    def __init__(
+        self,
+        flow_or_limits: TokenFlow | Limits,
+        rules: ProviderRules | None,
+        response: Callable[..., Any],
+        body: Callable[[Any, Reader, Callable[[BaseException | None], None]], Any],
+    ) -> None:
+        if not isinstance(flow_or_limits, TokenFlow):
+            flow_or_limits = TokenFlow(flow_or_limits)
+        self._flow: TokenFlow = flow_or_limits
+        self._rules = rules
+        self._response = response
+        self._body = body
+
+    async def handle(self, request: Any, send: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Wait for room, send, and hand the response on; or answer in the server's place."""
+        call = open_call(self._flow) if request.method == "POST" else None
+        is_own = call is None
+        if call is None:
+            call = self._flow.request(**await _asked(request), rules=self._rules)
+            try:
+                await call.begin()
+            except _TURNED_AWAY as error:
+                return self._answer(error)
+        end = call.close if is_own else _end_of(call)
+        try:
+            _ask_for_what_can_be_read(request)
+            with _aimed_at(getattr(call.replica, "target", None), request):
+                response = await send(request)
+            try:
+                return await self._passed_on(call, request, response, end)
+            except BaseException:
+                await response.aclose()
+                raise
+        except BaseException as error:
+            end(error)
+            raise
+
+    async def _passed_on(
+        self,
+        call: Call,
+        request: Any,
+        response: Any,
+        end: Callable[[BaseException | None], None],
+    ) -> Any:
+        is_read = response.is_closed  # below, or it was made whole, as mocks do
+        headers = {**response.headers, "content-encoding": ""} if is_read else response.headers
+        if response.status_code >= 300:
+            if response.status_code < 400:
+                call.redirected()
+            else:
+                await self._refused(call, response, headers)
+            end(None)
+            return response
+        call.observe(response.headers)
+        read_along: Reader = Unread()
+        if request.method == "POST":  # what others report was another call's
+            read_along = reader(headers, call.meter, call.reconcile)
+        if is_read:
+            read_along.feed(_content(response))
+            read_along.finish()
+            end(None)
+        else:
+            response.stream = self._body(response.stream, read_along, end)
+        return response
+
+    async def _refused(self, call: Call, response: Any, headers: Any) -> None:
+        """Read an error's body, which says what it means, and hand it on as it was."""
+        raw = b""
+        try:
+            if response.is_closed:
+                raw = _content(response)
+            else:
+                raw = b"".join([chunk async for chunk in response.stream])
+                await response.stream.aclose()
+                response.stream = self._response(200, content=raw).stream
+        finally:  # what its head says counts, whatever becomes of its body
+            refusal = call.failed(self._copy(response, headers, raw))
+            if refusal is not None and refusal.kind in ("too_large", "exhausted"):
+                response.headers["x-should-retry"] = "false"  # else an SDK would, in vain
+
+    def _copy(self, response: Any, headers: Any, raw: bytes) -> Any:
+        """One that can be looked into."""
+        try:
+            return self._response(response.status_code, headers=headers, content=raw)
+        except Exception:  # it is not packed as it says
+            return self._response(response.status_code, headers={**headers, "content-encoding": ""})
+
+    def _answer(self, error: TokenflowError) -> Any:
+        """An answer in the server's place, in the shape that SDKs know."""
+        status, kind = _STATUS[type(error)]
+        headers = {"x-tokenflow-error": kind, "content-type": "application/json"}
+        retry_after = getattr(error, "retry_after", None)
+        if status != 429:
+            headers["x-should-retry"] = "false"
+        elif retry_after is not None:
+            headers["retry-after"] = str(math.ceil(retry_after))
+            headers["retry-after-ms"] = str(math.ceil(1000 * retry_after))
+        body = {"message": f"{error}", "type": kind, "code": kind, "param": None}
+        for name in ("cost", "limit", "largest", "retry_after"):
+            if getattr(error, name, None) is not None:
+                body[name] = getattr(error, name)
+        content = json.dumps({"type": "error", "error": body}).encode()
+        return self._response(status, headers=headers, content=content)
+
+
+_STATUS: Final[dict[type[TokenflowError], tuple[int, str]]] = {
+    RequestTooLarge: (413, "request_too_large"),
+    NoReplica: (413, "no_replica"),
+    QueueFull: (429, "queue_full"),
+    WaitTimeout: (429, "wait_timeout"),
+}
+
+
+async def _asked(request: Any) -> dict[str, Any]:
+    """What a request asks for: the arguments of `flow.request`."""
+    kind, _, _ = request.headers.get("content-type", "json").partition(";")
+    is_json = "json" in kind.lower()
+    if request.method != "POST" or not is_json:  # an upload, which may be too large to be read
+        return {"input_tokens": 0, "max_output_tokens": 0}
+    content: bytes = await request.aread()
+    large = len(content) > _IN_LOOP
+    body = await to_thread.run_sync(parsed, content) if large else parsed(content)
+    return described(request.url.path, content, is_json, body)
+
+
+def _ask_for_what_can_be_read(request: Any) -> None:
+    accepted = request.headers.get("accept-encoding", "")
+    if "br" in accepted or "zstd" in accepted:
+        request.headers["accept-encoding"] = _READABLE
+
+
+@contextmanager
+def _aimed_at(target: object, request: Any) -> Iterator[None]:
+    """With a router whose replicas have URLs: at the one that was chosen, for this once."""
+    if not isinstance(target, str) or not target.startswith(("http://", "https://")):
+        yield
+        return
+    asked, host = request.url, request.headers.get("host", "")
+    base = type(asked)(target)
+    request.url = asked.copy_with(
+        scheme=base.scheme,
+        host=base.host,
+        port=base.port,
+        raw_path=base.raw_path.rstrip(b"/") + asked.raw_path,
+    )
+    request.headers["host"] = base.netloc.decode()
+    try:
+        yield
+    finally:  # whoever sends the same request again may be sent elsewhere
+        request.url, request.headers["host"] = asked, host
+
+
+def _content(response: Any) -> bytes:
+    """Of one that is closed; nothing if it was not read."""
+    try:
+        content: bytes = response.content
+    except RuntimeError:
+        return b""
+    return content
+
+
+def _end_of(call: Call) -> Callable[[BaseException | None], None]:
+    """The end of one attempt within a call whose block will end the call itself."""
+
+    def end(error: BaseException | None) -> None:
+        if error is not None and not call.is_told:
+            call.failed(error)
+
+    return end
+
+
+class Source(Protocol):
+    """A body as the HTTP library gives it."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class MeteredBody:
+    """A response's body on its way through: read along, and its call ended with it.
+
+    Whoever stops reading closes it, as HTTP clients do; one that is only dropped is
+    ended by the garbage collector.
+    """
+
+    def __init__(
+        self, source: Source, read_along: Reader, end: Callable[[BaseException | None], None]
+    ) -> None:
+        self._source = source
+        self._chunks = aiter(source)
+        self._reader = read_along
+        self._end = end
+        self._is_over = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            chunk = await anext(self._chunks)
+        except StopAsyncIteration:
+            self._over(self._reader.finish)
+            raise
+        except BaseException as error:
+            self._over(self._reader.close, error)
+            raise
+        self._reader.feed(chunk)
+        return chunk
+
+    async def aclose(self) -> None:
+        try:
+            self._over(self._reader.close)
+            is_in_use = getattr(self._chunks, "ag_running", False)  # by another task, which it ends
+            if isinstance(self._chunks, AsyncGenerator) and not is_in_use:
+                await self._chunks.aclose()
+        finally:
+            await self._source.aclose()
+
+    def _over(self, settle: Callable[[], None], error: BaseException | None = None) -> None:
+        if not self._is_over:
+            self._is_over = True
+            try:
+                settle()
+            finally:
+                self._end(error)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # in another thread, or after the run
+            self._over(self._reader.close)
