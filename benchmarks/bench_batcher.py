@@ -26,8 +26,8 @@ from _rounds import medians
 from tokenflow import TokenBatcher
 
 NOTE = (
-    "CPU times are medians of 7 rounds in which all take turns (cancelling and idling: of one), "
-    "with a processor that does nothing and batches of at most 64 items."
+    "CPU times are medians of 7 rounds in which all take turns (growing queues: of 3; cancelling "
+    "and idling: of one), with a processor that does nothing and batches of at most 64 items."
 )
 BATCH = 64
 Process = Callable[[list[Any]], Awaitable[Sequence[Any]]]
@@ -250,6 +250,17 @@ async def processor_cancelled(peer: Peer) -> str:
     return await outcome(peer, dies, 0.01, [1, 2])
 
 
+class Panic(BaseException):
+    """As native code raises it."""
+
+
+async def processor_dies(peer: Peer) -> str:
+    async def dies(items: list[Any]) -> list[Any]:
+        raise Panic
+
+    return await outcome(peer, dies, 0.01, [1, 2])
+
+
 async def one_bad_item(peer: Peer) -> str:
     async def process(items: list[Any]) -> list[Any]:
         return [ValueError("bad") if item == 1 else item for item in items]
@@ -279,6 +290,7 @@ async def trickle(peer: Peer) -> str:
 PROBES: dict[str, Callable[[Peer], Awaitable[str]]] = {
     "1 of 3 callers is cancelled": one_caller_cancelled,
     "the processor is cancelled": processor_cancelled,
+    "it raises a BaseException": processor_dies,
     "1 of 3 results is an exception": one_bad_item,
     "a trickle, 50 ms linger": trickle,
 }
@@ -323,10 +335,11 @@ def costs(rounds: int, callers: int, turns: int, items: int, cancelled: tuple[in
 
 def queues(rounds: int, counts: tuple[int, ...]) -> str:
     """Does the cost of an item grow with the queue?"""
-    rows = []
-    for name in ("tokenflow", "a list of futures"):
-        seconds = medians(rounds, {str(n): run(burst, PEERS[name], n) for n in counts})
-        rows.append((name, *[f"{seconds[str(n)]:.1f}" for n in counts]))
+    seconds = {
+        n: medians(rounds, {name: run(burst, peer, n) for name, peer in PEERS.items()})
+        for n in counts
+    }
+    rows = [(name, *[f"{seconds[n][name]:.1f}" for n in counts]) for name in PEERS]
     return table(("burst, us of CPU per item", *[f"{n:,}" for n in counts]), rows)
 
 
@@ -340,7 +353,7 @@ def main() -> None:
     else:
         parts = [
             costs(7, 256, 40, 10_000, (4_000, 16_000)),
-            queues(7, (10_000, 32_000, 100_000)),
+            queues(3, (10_000, 32_000, 100_000)),
         ]
     text = "\n\n".join([f"## Batcher\n\n{environment()} {NOTE}", *parts, probes()])
     publish("batcher", text, quick=quick)

@@ -3,8 +3,11 @@
     python benchmarks/bench_packing.py [--quick] [--trace FILE_OR_FOLDER]
 
 Times are medians of interleaved rounds, as multiples of a plain next-fit loop
-over the same list in the same round. TRL's packing is not measured: it does not
-install without torch.
+over the same list in the same round.
+
+TRL takes part where it is installed. It is no part of the `bench` group, since
+pip brings torch along with it, by way of accelerate; its packing works without:
+`pip install datasets transformers`, then `pip install --no-deps trl`.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +30,8 @@ from tokenflow import lower_bound, pack, pack_stream
 
 NOTE = (
     "CPU times are medians of at least 7 rounds in which all take turns, as multiples of a plain "
-    "next-fit loop over the same list."
+    "next-fit loop over the same list. TRL, which also moves the tokens themselves, takes part "
+    "where it is installed; pip brings torch along with it, which its packing does not need."
 )
 BUDGET = 8_192
 PADDED_BUDGET = 32_768
@@ -74,6 +79,30 @@ QUADRATIC: dict[str, Callable[[list[int]], Any]] = {
         prtpy.packing.first_fit_decreasing, BUDGET, items
     ),
 }
+
+
+def trl() -> dict[str, Callable[[list[int]], Any]]:
+    """TRL's best fit decreasing, over sequences of zeros."""
+    try:
+        import datasets
+        import pyarrow
+        from trl import pack_dataset
+    except ImportError as error:
+        print(f"TRL's packing is left out ({error})")
+        return {}
+    datasets.disable_progress_bars()
+    whole = {"batch_size": None, "keep_in_memory": True, "load_from_cache_file": False}
+
+    def packed(items: list[int]) -> Any:
+        ends = pyarrow.array([0, *accumulate(items)], pyarrow.int32())
+        count = sum(items)
+        zeros = pyarrow.Array.from_buffers(
+            pyarrow.int8(), count, [None, pyarrow.py_buffer(bytes(count))]
+        )
+        rows = pyarrow.table({"input_ids": pyarrow.ListArray.from_arrays(ends, zeros)})
+        return pack_dataset(datasets.Dataset(rows), BUDGET, map_kwargs=whole)
+
+    return {"TRL, bfd": packed}
 
 
 def timed(packer: Callable[[list[int]], Any], items: list[int]) -> Callable[[], float]:
@@ -156,7 +185,7 @@ def main() -> None:
     rng = random.Random(1)
     sections = [compare(name, items, rounds, PACKERS) for name, items in fitting.items()]
     peers = synthetic(2_000)
-    sections.append(compare("synthetic", peers, rounds, PACKERS | QUADRATIC))
+    sections.append(compare("synthetic", peers, rounds, PACKERS | QUADRATIC | trl()))
     count = 20_000 if arguments.quick else 100_000
     large = {"synthetic": synthetic(count)}
     for name, items in fitting.items():

@@ -115,9 +115,13 @@ class Backlog(Generic[Q]):
         return batch, cost
 
     def take(self, head: list[Q]) -> None:
-        """Take out what `head` returned."""
+        """Take out what `head` returned: whole lanes first, and then the front of one."""
         for item in head:
-            self.drop(item)
+            del self._lanes[item.priority][item]
+            self.tokens -= item.tokens
+        self.count -= len(head)
+        while self._priorities and not self._lanes[self._priorities[0]]:
+            del self._lanes[self._priorities.pop(0)]
 
     def _in_order(self) -> Iterable[Q]:
         lanes = self._lanes

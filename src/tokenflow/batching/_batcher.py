@@ -185,16 +185,16 @@ class TokenBatcher(Generic[T, R]):
         """
         run = self._open_run()
         size = self._size(item)
-        self._expect_room(1)
+        if self._max_waiting is not None:
+            self._expect_room(1, self._max_waiting)
         if run.effective_deadline() == -math.inf:
             await checkpoint()
-        bell = run.bell()
-        queued: Item[T, R] = Item(item, size, priority, run.now(), bell)
+        latch = run.latch()
+        queued: Item[T, R] = Item(item, size, priority, run.now(), latch)
         self._backlog.push(queued)
         self._look()
         try:
-            while queued.state != "settled":
-                await bell.wait()
+            await latch
         except BaseException as error:
             self._leave([queued], error)
             raise
@@ -212,11 +212,12 @@ class TokenBatcher(Generic[T, R]):
         run = self._open_run()
         values = list(items)
         sizes = [self._size(value) for value in values]
-        self._expect_room(len(values))
+        if self._max_waiting is not None:
+            self._expect_room(len(values), self._max_waiting)
         if run.effective_deadline() == -math.inf:
             await checkpoint()
-        bell = run.bell()
-        countdown = Countdown(bell, len(values))
+        latch = run.latch()
+        countdown = Countdown(latch, len(values))
         now = run.now()
         queued: list[Item[T, R]] = [
             Item(value, size, priority, now, countdown)
@@ -226,8 +227,8 @@ class TokenBatcher(Generic[T, R]):
             self._backlog.push(item)
         self._look()
         try:
-            while countdown.left:
-                await bell.wait()
+            if countdown.left:
+                await latch
         except BaseException as error:
             self._leave(queued, error)
             raise
@@ -281,12 +282,12 @@ class TokenBatcher(Generic[T, R]):
             raise too_large("an item", size, self._limits.token_budget)
         return size
 
-    def _expect_room(self, items: int) -> None:
+    def _expect_room(self, items: int, max_waiting: int) -> None:
         waiting = self._backlog.count
-        if self._max_waiting is not None and waiting + items > self._max_waiting:
+        if waiting + items > max_waiting:
             raise QueueFull(
                 f"{waiting} items wait already and {items} more would pass "
-                f"max_waiting={self._max_waiting}: submit fewer at once, or raise it"
+                f"max_waiting={max_waiting}: submit fewer at once, or raise it"
             )
 
     def _leave(self, items: list[Item[T, R]], error: BaseException) -> None:
@@ -322,8 +323,10 @@ class TokenBatcher(Generic[T, R]):
     async def _run_batch(self) -> None:
         """One batch, from its first item to its last result."""
         try:
-            batch, leases = await self._gathered()
-            self._gathering = False
+            try:
+                batch, leases = await self._gathered()
+            finally:
+                self._gathering = False
             self._look()
             await self._processed(batch, leases)
         except GeneratorExit:  # the run is over: there is nobody to tell, and no loop to do it

@@ -16,26 +16,31 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Rung(Protocol):
-    """What an item rings once it is settled: the bell its caller sleeps on, or a countdown."""
+class Settable(Protocol):
+    """What an item sets once it is settled: the latch its caller awaits, or a countdown."""
 
-    def ring(self) -> None: ...
+    def done(self) -> bool: ...
+
+    def set_result(self, result: None, /) -> None: ...
 
 
 @final
 class Countdown:
-    """Rings a bell when it has been rung once for each of several items."""
+    """Sets a latch when it has been set once for each of several items."""
 
-    __slots__ = ("_bell", "left")
+    __slots__ = ("_latch", "left")
 
-    def __init__(self, bell: Rung, items: int) -> None:
-        self._bell = bell
+    def __init__(self, latch: Settable, items: int) -> None:
+        self._latch = latch
         self.left = items
 
-    def ring(self) -> None:
+    def done(self) -> bool:
+        return self._latch.done()
+
+    def set_result(self, result: None, /) -> None:
         self.left -= 1
         if not self.left:
-            self._bell.ring()
+            self._latch.set_result(None)
 
 
 @final
@@ -43,8 +48,8 @@ class Item(Generic[T, R]):
     """One item on its way: queued, then running, then settled. Or settled at once, if cancelled."""
 
     __slots__ = (
-        "_bell",
         "_error",
+        "_latch",
         "_result",
         "_traceback",
         "arrived",
@@ -56,26 +61,30 @@ class Item(Generic[T, R]):
 
     _result: R
 
-    def __init__(self, value: T, tokens: int, priority: int, arrived: float, bell: Rung) -> None:
+    def __init__(
+        self, value: T, tokens: int, priority: int, arrived: float, latch: Settable
+    ) -> None:
         self.value = value
         self.tokens = tokens
         self.priority = priority
         self.arrived = arrived
         self.state: Literal["queued", "running", "settled"] = "queued"
-        self._bell = bell
+        self._latch = latch
         self._error: BaseException | None = None
 
     def settle(self, result: R) -> None:
         """Wake its caller with a result. Not when it is settled."""
         self._result = result
         self.state = "settled"
-        self._bell.ring()
+        if not self._latch.done():
+            self._latch.set_result(None)
 
     def fail(self, error: BaseException) -> None:
         """Wake its caller with an error. Not when it is settled."""
         self._error, self._traceback = error, error.__traceback__
         self.state = "settled"
-        self._bell.ring()
+        if not self._latch.done():
+            self._latch.set_result(None)
 
     def outcome(self) -> R:
         """The result, or the error: one instance may go to many callers, so each resets it."""

@@ -7,20 +7,23 @@ budget, and it holds one item. `_fitting` has the rules, over sizes alone.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeAlias, TypeVar, final
+from operator import itemgetter
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, final
 
 from tokenflow._errors import RequestTooLarge, WrongResultCount
 from tokenflow._usage import token_count
 
-from ._fitting import Limits, best_fit, martello_toth, next_fit
+from ._bounds import fewest_batches
+from ._fitting import Group, Limits, best_fit, next_fit
 
 __all__ = ["Batch", "Oversize", "lower_bound", "pack", "restore"]
 
 T = TypeVar("T")
 R = TypeVar("R")
+V = TypeVar("V")
 
 Oversize: TypeAlias = Literal["alone", "raise"] | Callable[[T, int], Iterable[T]]
 """What becomes of an item above the budget: a batch of its own, an error, or pieces.
@@ -50,6 +53,37 @@ class Batch(Generic[T]):
     def __len__(self) -> int:
         """How many items: never 0."""
         return len(self.items)
+
+
+@final
+class _Draft(Generic[T]):
+    """A batch while it is written: laid out as one, so that it can become one."""
+
+    __slots__ = ("indices", "items", "oversize", "parts", "tokens")
+
+    items: tuple[T, ...]
+    indices: tuple[int, ...]
+    tokens: int
+    oversize: bool
+    parts: tuple[int, ...]
+
+
+def made(
+    items: tuple[T, ...],
+    indices: tuple[int, ...],
+    tokens: int,
+    oversize: bool,
+    parts: tuple[int, ...],
+) -> Batch[T]:
+    """`Batch(...)` at a third of the cost, most of which is to get past being frozen."""
+    draft: Any = _Draft()
+    draft.items = items
+    draft.indices = indices
+    draft.tokens = tokens
+    draft.oversize = oversize
+    draft.parts = parts
+    draft.__class__ = Batch
+    return draft  # type: ignore[no-any-return]
 
 
 def pack(
@@ -83,12 +117,9 @@ def pack(
     limits = Limits.checked(token_budget, max_items, padded)
     if strategy not in ("in_order", "best_fit"):
         raise ValueError(f'strategy must be "in_order" or "best_fit", not {strategy!r}')
-    pieces = _measured(list(items), limits, tokens, checked_oversize(oversize))
-    if strategy == "in_order":
-        groups = next_fit(pieces.sizes, range(len(pieces.sizes)), limits)
-    else:
-        groups = best_fit(pieces.sizes, limits)
-    return [pieces.batch(group, cost, limits.token_budget) for group, cost in groups]
+    pieces = _measured(tuple(items), limits, tokens, checked_oversize(oversize))
+    fit = next_fit if strategy == "in_order" else best_fit
+    return list(pieces.batches(fit(pieces.sizes, limits), limits.token_budget))
 
 
 def restore(
@@ -147,22 +178,27 @@ def lower_bound(
 ) -> int:
     """Return a number of batches that no packing can go below, to report quality against.
 
-    The largest of: tokens over budget (L1), items over `max_items`, and L2 of
+    The largest of: tokens over budget (L1), items over `max_items`, L2 of
     Martello and Toth (1990), which sees that items above half the budget cannot
-    meet. Oversize items count one batch each. With `padded` the bound is exact:
-    the longest item needs some batch, and no packing does better than to fill
-    that batch with the next longest ones. O(n log n).
+    meet, and how few items even the shortest are that long ones can take along.
+    Oversize items count one batch each. With `padded` the bound is exact: the
+    longest item needs some batch, and no packing does better than to fill that
+    batch with the next longest ones. O(n log n).
 
     >>> lower_bound([60, 60, 60], 100, tokens=int)
     3
     """
     limits = Limits.checked(token_budget, max_items, padded)
-    sizes = _sizes(list(items), tokens)
+    sizes = _sizes(items, tokens)
     if padded:
         return sum(1 for _ in best_fit(sizes, limits))
-    fitting = sorted(size for size in sizes if size <= limits.token_budget)
-    by_items = -(-len(fitting) // (limits.max_items or max(1, len(fitting))))
-    return len(sizes) - len(fitting) + max(by_items, martello_toth(fitting, limits.token_budget))
+    fitting = Counter(size for size in sizes if size <= limits.token_budget)
+    distinct = sorted(fitting)
+    counts = [fitting[size] for size in distinct]
+    alone = len(sizes) - fitting.total()
+    return alone + fewest_batches(
+        distinct, counts, limits.token_budget, limits.max_items or max(1, len(sizes))
+    )
 
 
 def checked_oversize(oversize: Oversize[T]) -> Oversize[T]:
@@ -216,48 +252,51 @@ def too_large(what: str, size: int, budget: int) -> RequestTooLarge:
 @final
 @dataclass(frozen=True, slots=True)
 class _Pieces(Generic[T]):
-    """What is to be packed, in parallel lists; the last two only where something was split."""
+    """What is to be packed, in parallel; the last two only where something was split.
 
-    items: list[T]
-    sizes: list[int]
-    indices: list[int] | None = None
-    parts: list[int] | None = None
+    Tuples, since the garbage collector forgets about those that hold nothing of
+    interest to it; lists of a million it would visit again and again meanwhile.
+    """
 
-    def batch(self, group: list[int], cost: int, budget: int) -> Batch[T]:
-        """The batch of the pieces at these places."""
-        return Batch(
-            tuple(map(self.items.__getitem__, group)),
-            tuple(map(self.indices.__getitem__, group) if self.indices else group),
-            cost,
-            cost > budget,
-            tuple(map(self.parts.__getitem__, group)) if self.parts else (),
-        )
+    items: tuple[T, ...]
+    sizes: tuple[int, ...]
+    indices: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
+
+    def batches(self, groups: Iterable[Group], budget: int) -> Iterator[Batch[T]]:
+        """The batches of the pieces at these places."""
+        for places, cost in groups:
+            items = _at(places, self.items)
+            indices = _at(places, self.indices) if self.indices else tuple(places)
+            parts = _at(places, self.parts) if self.parts else ()
+            yield made(items, indices, cost, cost > budget, parts)
 
 
-def _sizes(items: list[T], tokens: Callable[[T], int]) -> list[int]:
+def _at(places: list[int], values: Sequence[V]) -> tuple[V, ...]:
+    """The values at these places, by C code that wants at least two of them."""
+    return itemgetter(*places)(values) if len(places) > 1 else (values[places[0]],)
+
+
+def _sizes(items: Iterable[T], tokens: Callable[[T], int]) -> tuple[int, ...]:
     """Count every item. The loop over wrong or foreign ints only runs when there are any."""
-    sizes = list(map(tokens, items))
+    sizes = tuple(map(tokens, items))
     if set(map(type, sizes)) <= {int} and min(sizes, default=0) >= 0:
         return sizes
-    return [token_count(size, f"tokens(items[{index}])") for index, size in enumerate(sizes)]
+    return tuple(token_count(size, f"tokens(items[{index}])") for index, size in enumerate(sizes))
 
 
 def _measured(
-    items: list[T], limits: Limits, tokens: Callable[[T], int], oversize: Oversize[T]
+    items: tuple[T, ...], limits: Limits, tokens: Callable[[T], int], oversize: Oversize[T]
 ) -> _Pieces[T]:
     """Count every item and apply the oversize rule."""
     sizes = _sizes(items, tokens)
     budget = limits.token_budget
     if oversize == "alone" or max(sizes, default=0) <= budget:
         return _Pieces(items, sizes)
-    pieces: _Pieces[T] = _Pieces([], [], indices := [], parts := [])
+    pieces: list[tuple[T, int, int, int]] = []
     for index, (item, size) in enumerate(zip(items, sizes, strict=True)):
         split = [(item, size)]
         if size > budget:
             split = pieces_of(item, index, size, budget, tokens, oversize)
-        for part, (piece, piece_size) in enumerate(split):
-            pieces.items.append(piece)
-            pieces.sizes.append(piece_size)
-            indices.append(index)
-            parts.append(part)
-    return pieces
+        pieces += [(piece, size, index, part) for part, (piece, size) in enumerate(split)]
+    return _Pieces(*zip(*pieces, strict=True))

@@ -23,7 +23,7 @@ from typing import Generic, TypeVar, final
 from tokenflow._usage import token_count
 
 from ._fitting import Limits, positive
-from ._packing import Batch, Oversize, checked_oversize, pieces_of
+from ._packing import Batch, Oversize, checked_oversize, made, pieces_of
 
 __all__ = ["pack_stream", "pack_stream_async"]
 
@@ -121,7 +121,7 @@ class _OpenBatch(Generic[T]):
     def closed(self, budget: int) -> Batch[T]:
         parts = tuple(self.parts) if any(self.parts) else ()
         over = self.tokens > budget
-        return Batch(tuple(self.items), tuple(self.indices), self.tokens, over, parts)
+        return made(tuple(self.items), tuple(self.indices), self.tokens, over, parts)
 
 
 @final
