@@ -6,12 +6,14 @@ real time, of which neither clock knows: a timer set beside it may fire before i
 """
 
 import asyncio
+import csv
 import math
 import os
 import selectors
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, TypeVarTuple
 
 import anyio
@@ -44,6 +46,38 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--traces", type=Path, help="a directory of CSV traces, for the tests that replay some"
+    )
+
+
+Trace: TypeAlias = Callable[[str], list[tuple[int, int]]]
+"""The type of the `trace` fixture."""
+
+
+@pytest.fixture
+def trace(request: pytest.FixtureRequest) -> Trace:
+    """trace("azure_2023_conv"): input and output tokens per call, or a skip where it is not given.
+
+    Traces are not part of the project. The benchmarks take the same as `--trace`, which to
+    pytest is something else.
+    """
+    path: Path | None = request.config.getoption("--traces")
+
+    def read(name: str) -> list[tuple[int, int]]:
+        file = path / f"{name}.csv" if path else None
+        if file is None or not file.is_file():
+            pytest.skip(f"needs --traces DIRECTORY, with {name}.csv in it")
+        with file.open(newline="") as rows:
+            return [
+                (int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+                for row in csv.DictReader(rows)
+            ]
+
+    return read
 
 
 class JumpingSelector(selectors.DefaultSelector):

@@ -1,11 +1,9 @@
 """Estimators: what they promise, on streams that try to break it."""
 
-import csv
 import doctest
 import importlib
 import json
 import math
-import os
 import random
 import runpy
 import sys
@@ -17,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.conftest import Trace
 from tokenflow._usage import Request
 from tokenflow.estimation import (
     EstimateKey,
@@ -528,35 +527,29 @@ class TestState:
         assert fresh.estimate(ASK).tokens >= 0
 
 
-def trace(name: str) -> list[tuple[Request, int]]:
-    """A public trace, from the directory that TOKENFLOW_TRACES names."""
-    path = Path(os.environ.get("TOKENFLOW_TRACES", "")) / f"azure_2023_{name}.csv"
-    if not path.is_file():
-        pytest.skip(f"TOKENFLOW_TRACES names no directory with {path.name}")
-    with path.open(newline="") as file:
-        return [
-            (Request(input_tokens=int(row["ContextTokens"])), int(row["GeneratedTokens"]))
-            for row in csv.DictReader(file)
-        ]
+def requests(calls: Iterable[tuple[int, int]]) -> list[tuple[Request, int]]:
+    return [(Request(input_tokens=tokens), output) for tokens, output in calls]
 
 
 class TestTraces:
+    """With `--traces`, on what real calls have used."""
+
     @pytest.mark.parametrize(
         ("name", "ratio", "declared"), [("conv", 1.10, 3.84), ("code", 1.05, 2.96)]
     )
     def test_ten_per_cent_at_a_fraction_of_the_tokens(
-        self, name: str, ratio: float, declared: float
+        self, name: str, ratio: float, declared: float, trace: Trace
     ) -> None:
         historical, maximum = HistoricalEstimator(0.9), MaxTokensEstimator(4096)
-        for request, output in trace(name):
+        for request, output in requests(trace(f"azure_2023_{name}")):
             historical.observe(request, output)
             maximum.observe(request, output)
         assert historical.statistics().coverage == pytest.approx(0.9, abs=0.005)
         assert historical.statistics().ratio <= ratio
         assert maximum.statistics().ratio == pytest.approx(declared, abs=0.01)
 
-    def test_within_three_points_after_abrupt_changes(self) -> None:
-        conv, code = trace("conv"), trace("code")
+    def test_within_three_points_after_abrupt_changes(self, trace: Trace) -> None:
+        conv, code = (requests(trace(f"azure_2023_{name}")) for name in ("conv", "code"))
         estimator = HistoricalEstimator(0.9)
         misses(estimator, conv)
         for after in (code, conv):
