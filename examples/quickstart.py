@@ -2,207 +2,191 @@
 
     python examples/quickstart.py [FILE_OR_FOLDER ...]
 
-First as it is often written: everything at once, and a refused call tries again, later and
-later. Then through tokenflow. The provider is a fake inside this file, so nothing is sent
-anywhere; its quota is enforced in real time. Without arguments it reads this project's README
-and docs.
+First as it is often written: everything at once, and what is refused tries again when the
+server says, six times at most. Then the same code through tokenflow's transport. The calls are
+made by the OpenAI SDK if it is installed, and by httpx2 otherwise. The provider is a fake in
+this process, so nothing is sent anywhere; its quota is enforced in real time. Without arguments
+it reads this project's README and docs.
 """
 
 import argparse
 import asyncio
-import random
+import importlib
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from typing import Any
+
+openai: Any = importlib.import_module("openai") if find_spec("openai") else None
+HTTP = "httpx2" if openai is None or int(openai.__version__.partition(".")[0]) >= 3 else "httpx"
 
 try:
-    from tokenflow import Quota, TokenRateLimiter, Usage
+    from tokenflow import ApproximateCounter, Quota, TokenFlow, TokenRateLimiter
+    from tokenflow.testing import FakeProvider, FakeQuota
+
+    httpx: Any = importlib.import_module(HTTP)
+    throttling: Any = importlib.import_module(f"tokenflow.integrations.{HTTP}")
 except ImportError as error:
     sys.exit(
         f"quickstart: {error}\n"
-        "This needs the package tokenflow-limits. Another one, called tokenflow, is imported by\n"
-        "the same name; if you have that, remove both, and install ours again:\n"
-        "    pip uninstall tokenflow tokenflow-limits\n"
-        "    pip install tokenflow-limits      (here: pip install -e .)"
+        "This needs the package tokenflow-limits, with httpx2:\n"
+        "    pip install tokenflow-limits[httpx2]      (here: pip install -e .[httpx2])\n"
+        "Another one, called tokenflow, is imported by the same name; if you have that, remove\n"
+        "both first: pip uninstall tokenflow tokenflow-limits"
     )
 
 PERIOD = 2.0  # seconds; a real quota is per 60, and this demo would take minutes
-SECOND = PERIOD / 60  # what is a second there is this much
 PERIODS = 7  # the quota is set so that the job is worth about so many
+TRIES = 6
 PASSAGE_LENGTH = 1_000
 MAX_PASSAGES = 300
 SUMMARY_TOKENS = 100  # at most
 
-
-# -- the job, both ways -----------------------------------------------------------------
-
-
-async def with_retries(provider: "Provider", passage: str) -> None:
-    """Six tries, with a random and growing wait between: the usual advice.
-
-    Trying for ever gets everything through as well, after a thousand refusals, where a
-    provider does not count those against a quota. Many do.
-    """
-    for longest_wait in (1, 2, 4, 8, 16):
-        try:
-            await provider.summarise(passage)
-            return
-        except TooManyRequests:
-            await asyncio.sleep(random.uniform(0, longest_wait) * SECOND)
-    await provider.summarise(passage)
+Call = Callable[[str], Awaitable[None]]
 
 
-def with_tokenflow(limit: int) -> Callable[["Provider", str], Awaitable[None]]:
-    # The leeway is for what passes between our clock's reading and the provider's.
-    limiter = TokenRateLimiter(Quota(limit, per=PERIOD, leeway=0.02 * PERIOD))
+# -- the job, which knows nothing of limits ----------------------------------------------
 
-    async def call(provider: "Provider", passage: str) -> None:
-        async with limiter.reserve(estimate(passage)) as lease:
-            lease.reconcile(await provider.summarise(passage))
+
+def calls_by_sdk(transport: Any) -> Call:
+    client = openai.AsyncOpenAI(
+        base_url="http://fake/v1",
+        api_key="none",
+        max_retries=TRIES - 1,
+        http_client=openai.DefaultAsyncHttpxClient(transport=transport),
+    )
+
+    async def call(passage: str) -> None:
+        with suppress(openai.RateLimitError):  # given up; the provider has it in its books
+            await client.chat.completions.create(**request(passage))
 
     return call
 
 
-def estimate(passage: str) -> Usage:
-    """Before the call: three bytes a token is cautious for most languages."""
-    return Usage(input_tokens=len(passage.encode()) // 3 + 1, output_tokens=SUMMARY_TOKENS)
+def calls_by_httpx(transport: Any) -> Call:
+    client = httpx.AsyncClient(base_url="http://fake/v1", transport=transport, timeout=600)
+
+    async def call(passage: str) -> None:
+        for _ in range(TRIES):
+            response = await client.post("/chat/completions", json=request(passage))
+            if response.status_code != 429:
+                response.raise_for_status()
+                break
+            await asyncio.sleep(float(response.headers["retry-after-ms"]) / 1000)
+
+    return call
 
 
-# -- the provider -----------------------------------------------------------------------
+def request(passage: str) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"Summarise this:\n\n{passage}"}]
+    return {"model": "gpt-5", "messages": messages, "max_tokens": SUMMARY_TOKENS}
 
 
-class TooManyRequests(Exception):
-    """429."""
+# -- its way to the provider, without and with tokenflow ---------------------------------
 
 
-class Provider:
-    """Enforces a quota as real ones do: a bucket of tokens that refills evenly."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.level = float(limit)
-        self.started = self.updated = time.monotonic()
-        self.asked: list[tuple[float, int]] = []  # (when, tokens)
-        self.taken: list[tuple[float, int]] = []
-        self.answered = 0
-
-    async def summarise(self, passage: str) -> Usage:
-        usage = self.real_usage(passage)
-        now = time.monotonic()
-        self.level = min(self.limit, self.level + (now - self.updated) / PERIOD * self.limit)
-        self.updated = now
-        self.asked.append((now - self.started, usage.total_tokens))
-        if usage.total_tokens > self.level:
-            raise TooManyRequests
-        self.level -= usage.total_tokens
-        self.taken.append(self.asked[-1])
-        await asyncio.sleep((0.5 + usage.output_tokens / 100) * SECOND)
-        self.answered += 1
-        return usage
-
-    def real_usage(self, passage: str) -> Usage:
-        chance = random.Random(passage)  # the same in both runs
-        return Usage(
-            input_tokens=int(len(passage.encode()) / chance.uniform(3.2, 4.5)) + 1,
-            output_tokens=chance.randint(SUMMARY_TOKENS // 3, SUMMARY_TOKENS),
-        )
+def fake_provider(limit: int) -> FakeProvider:
+    """A bucket that refills evenly, and is charged input and declared maximum at arrival."""
+    return FakeProvider(
+        FakeQuota(limit, per=PERIOD, name="tokens"),
+        output=SUMMARY_TOKENS,
+        first_token_seconds=PERIOD / 120,
+        tokens_per_second=6_000 / PERIOD,
+    )
 
 
-# -- one run ----------------------------------------------------------------------------
+def throttled(transport: Any, limit: int) -> Any:
+    # The leeway is for what passes between our clock's reading and the provider's.
+    quota = Quota(limit, per=PERIOD, settle="reserved", leeway=0.02 * PERIOD)
+    flow = TokenFlow(TokenRateLimiter(quota), counter=ApproximateCounter(4.0))
+    return throttling.ThrottledTransport(flow, transport)
 
 
-async def run(
-    name: str,
-    call: Callable[[Provider, str], Awaitable[None]],
-    provider: Provider,
-    passages: list[str],
-) -> float:
+async def compare(passages: list[str], limit: int) -> None:
+    by = calls_by_httpx if openai is None else calls_by_sdk
+    plain, paced = fake_provider(limit), fake_provider(limit)
+    calls = by(plain.transport(httpx)), by(throttled(paced.transport(httpx), limit))
+    runs = [
+        (plain, await run("unthrottled", calls[0], plain, passages)),
+        (paced, await run("tokenflow", calls[1], paced, passages)),
+    ]
+    report(runs, len(passages), limit)
+
+
+async def run(name: str, call: Call, provider: FakeProvider, passages: list[str]) -> float:
     """All calls at once; returns how long it took."""
     print(f"{name} ...", flush=True)
     progress = asyncio.create_task(show_progress(provider, len(passages)))
     begin = time.monotonic()
-    results = await asyncio.gather(
-        *(call(provider, passage) for passage in passages), return_exceptions=True
-    )
+    await asyncio.gather(*map(call, passages))
     took = time.monotonic() - begin
     progress.cancel()
     await asyncio.wait([progress])
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, TooManyRequests):
-            raise result
     return took
 
 
-async def show_progress(provider: Provider, calls: int) -> None:
+async def show_progress(provider: FakeProvider, calls: int) -> None:
     """On a terminal only."""
     if not sys.stderr.isatty():
         return
     try:
         while True:
-            refused = len(provider.asked) - len(provider.taken)
-            text = f"  {provider.answered} of {calls} answered, {refused} refusals"
+            now = provider.statistics()
+            text = f"  {now.completed} of {calls} answered, {now.refused} refusals"
             print(f"\r{text}", end="", file=sys.stderr, flush=True)
             await asyncio.sleep(0.1)
     finally:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-# -- what happened ----------------------------------------------------------------------
+# -- what happened, by the provider's books ----------------------------------------------
 
 
-def report(runs: list[tuple[Provider, float]], calls: int) -> None:
+def report(runs: list[tuple[FakeProvider, float]], calls: int, limit: int) -> None:
     # Compared over the same time, which is that of the longer run, without its last moments.
     periods = max(1, int(max(took for _, took in runs) / PERIOD))
-    columns = [numbers(provider, took, calls, periods) for provider, took in runs]
+    columns = [numbers(provider, took, calls, limit, periods) for provider, took in runs]
     print(f"\n{'':30}{'unthrottled':>15}{'tokenflow':>15}")
     for label in columns[0]:
         print(f"{label:30}{columns[0][label]:>15}{columns[1][label]:>15}".rstrip())
-    if len(runs[0][0].asked) == calls:
+    if runs[0][0].statistics().refused == 0:
         print("\nNothing was refused: too little text to meet the quota. Try a whole folder.")
     print(f"\nTokens taken in each {PERIOD:g} s; the mark is the quota:")
     print(f"{'':8}{'unthrottled':33}tokenflow")
     pictures = [sums(provider) for provider, _ in runs]
     for i in range(max(map(len, pictures))):
-        drawn = (bar(each[i] / runs[0][0].limit if i < len(each) else 0) for each in pictures)
+        drawn = (bar(each[i] / limit if i < len(each) else 0) for each in pictures)
         print(f"{i * PERIOD:4g} s  {'  '.join(drawn)}".rstrip())
 
 
-def numbers(provider: Provider, took: float, calls: int, periods: int) -> dict[str, str]:
-    tokens = sum(sums(provider)[:periods])
+def numbers(
+    provider: FakeProvider, took: float, calls: int, limit: int, periods: int
+) -> dict[str, str]:
+    now = provider.statistics()
+    share = sum(sums(provider)[:periods]) / periods / limit
     return {
         "calls": f"{calls:,}",
-        "answered": f"{provider.answered:,}",
-        "given up after six tries": f"{calls - provider.answered:,}",
-        "refusals (429)": f"{len(provider.asked) - len(provider.taken):,}",
+        "answered": f"{now.completed:,}",
+        f"given up after {TRIES} tries": f"{calls - now.completed:,}",
+        "refusals (429)": f"{now.refused:,}",
         "over after": f"{took:.1f} s",
-        f"in the first {periods * PERIOD:g} s:": "",
-        "  tokens per second": f"{tokens / periods / PERIOD:,.0f}",
-        "  share of the quota": f"{tokens / periods / provider.limit:.0%}",
-        f"most asked for in {PERIOD:g} s": f"{greatest(provider.asked) / provider.limit:.2f}x",
+        f"quota used in {periods * PERIOD:g} s": f"{share:.0%}",
     }
 
 
-def greatest(events: list[tuple[float, int]]) -> int:
-    """The largest sum in any PERIOD, wherever it starts."""
-    most = total = first = 0
-    for when, tokens in events:
-        total += tokens
-        while when - events[first][0] >= PERIOD:
-            total -= events[first][1]
-            first += 1
-        most = max(most, total)
-    return most
-
-
-def sums(provider: Provider) -> list[int]:
+def sums(provider: FakeProvider) -> list[int]:
     """Tokens taken in each period since the first call."""
-    found = [0] * (int(provider.taken[-1][0] / PERIOD) + 1)
-    for when, tokens in provider.taken:
-        found[int(when / PERIOD)] += tokens
-    return found
+    calls = provider.calls
+    found: Counter[int] = Counter()
+    for call in calls:
+        found[int((call.arrived - calls[0].arrived) / PERIOD)] += call.charged.get("tokens", 0)
+    return [found[i] for i in range(max(found) + 1)]
 
 
 def bar(share: float) -> str:
@@ -273,19 +257,12 @@ def main() -> None:
     if not passages:
         parser.error(f"no text in {', '.join(map(str, paths))}: empty, or binary")
 
-    costs = [estimate(passage).total_tokens for passage in passages]
-    limit = max(*costs, sum(costs) // PERIODS)
-    print(f"{len(passages)} passage(s) from {files} file(s), about {sum(costs):,} tokens in all")
+    costs = [len(passage.encode()) // 4 + SUMMARY_TOKENS for passage in passages]
+    limit = max(2 * max(costs), sum(costs) // PERIODS)
+    by = f"httpx2 {httpx.__version__}" if openai is None else f"openai {openai.__version__}"
+    print(f"{len(passages)} passage(s) from {files} file(s), about {sum(costs):,} tokens, by {by}")
     print(f"the provider takes {limit:,} tokens in {PERIOD:g} s, and answers 429 beyond that\n")
     asyncio.run(compare(passages, limit))
-
-
-async def compare(passages: list[str], limit: int) -> None:
-    results = []
-    for name, call in (("unthrottled", with_retries), ("tokenflow", with_tokenflow(limit))):
-        provider = Provider(limit)
-        results.append((provider, await run(name, call, provider, passages)))
-    report(results, len(passages))
 
 
 if __name__ == "__main__":

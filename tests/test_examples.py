@@ -26,9 +26,24 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
     ),
     "quickstart.py": (
         ["text.md"],
-        ["1 passage(s) from 1 file(s)", "refusals (429)", "tokens per second"],
+        ["1 passage(s) from 1 file(s)", "refusals (429)", "quota used"],
+    ),
+    "plan_capacity.py": (
+        ["--gpu", "H100", "--gap", "40"],
+        ["Llama-3.1-8B on 1 x H100, 40 ms", "2,463", "prefill          memory", "On other GPUs"],
     ),
     "calibrate.py": ([], ["12,000 calls", "declared 4,096", "historical 0.9, margin 1.1"]),
+    "openai_sdk.py": (["--tpm", "12000"], ["chat", "embed", "stream", "provider refused 0"]),
+    "anthropic_sdk.py": (["--otpm", "8000"], ["message", "stream", "provider refused 0"]),
+    "batch_jsonl.py": (
+        ["--tpm", "1000000", "--rpm", "10000"],
+        ["0 lines have a result, 1,000 are to be sent", "refused 0", "1,000 answered, 0 failed"],
+    ),
+    "gateway.py": (["--tpm", "20000"], ["free", "paid", "ops", "GET /stats: {"]),
+    "agents.py": (
+        ["--burst", "30", "--tokens-per-minute", "20000"],
+        ["FairShare", "refused by the provider                    0           0"],
+    ),
 }
 
 TEXT = "A paragraph about tokens, and about who may go now.\n\n"
@@ -65,14 +80,41 @@ def test_no_example_is_left_out() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(TABLE)
 
 
+NEEDS = {
+    "openai_sdk.py": "openai",
+    "anthropic_sdk.py": "anthropic",
+    "batch_jsonl.py": "httpx2",
+    "gateway.py": "starlette",
+    "agents.py": "openai",
+}
+
+
 @pytest.mark.parametrize("script", TABLE)
 def test_an_example(script: str, folder: Path) -> None:
+    if script in NEEDS:
+        pytest.importorskip(NEEDS[script])
     arguments, telling = TABLE[script]
     done = run(script, *arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     for words in telling:
         assert words in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--workload", "chat:200"], "a workload is NAME:INPUT:OUTPUT, not 'chat:200'"),
+        (["--workload", "chat:a:b"], "could not convert string to float: 'a'"),
+        (["--gap", "4"], "max_step_seconds = 0.004 is less than the 0.00479 s"),
+        (["--model", "Llama-3-70B"], "leaves nothing of 72.0 GB for a KV cache"),
+    ],
+)
+def test_a_plan_that_cannot_be_made(arguments: list[str], says: str, tmp_path: Path) -> None:
+    done = run("plan_capacity.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 class TestQuickstart:
@@ -110,7 +152,6 @@ class TestQuickstart:
         """In real time, at a quarter of its length."""
         demo = load("quickstart.py")
         monkeypatch.setattr(demo, "PERIOD", 0.5)
-        monkeypatch.setattr(demo, "SECOND", 0.5 / 60)
         passages = [f"{i} {TEXT * 5}" for i in range(60)]
         asyncio.run(demo.compare(passages, 2_000))
         rows = {
@@ -127,6 +168,6 @@ def load(script: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(script.removesuffix(".py"), EXAMPLES / script)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
