@@ -5,16 +5,17 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/stamps
+SDKS   := build/sdks-current build/sdks-previous
 ARGS   ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
-.PHONY: help demo test check bench soak clean
+.PHONY: help demo test test-sdks check bench soak clean
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo "  PYTHON=python3.13 picks the interpreter of a new .venv; ARGS=... is passed on."
 
 demo: $(STAMPS)/package ## the quickstart: the same calls, unthrottled and throttled
@@ -22,6 +23,9 @@ demo: $(STAMPS)/package ## the quickstart: the same calls, unthrottled and throt
 
 test: $(STAMPS)/test ## the whole suite, with branch coverage
 	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+
+test-sdks: $(SDKS:%=%/stamp) ## the SDKs of OpenAI and Anthropic, this major and the one before
+	set -e; for venv in $(SDKS); do $$venv/bin/python -m pytest tests/sdks $(ARGS); done
 
 check: $(STAMPS)/check ## format, lint, types, and a wheel that installs and imports
 	$(BIN)/ruff format --check .
@@ -58,7 +62,7 @@ $(STAMPS)/pip:
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/package: pyproject.toml $(STAMPS)/pip
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable '.[httpx2]'
 	@touch $@
 
 $(STAMPS)/test: $(STAMPS)/package
@@ -71,4 +75,11 @@ $(STAMPS)/check: $(STAMPS)/test
 
 $(STAMPS)/bench: $(STAMPS)/package
 	$(BIN)/python -m pip install --quiet --group bench
+	@touch $@
+
+# Each pair of SDKs in an environment of its own, called as its dependency group.
+build/sdks-%/stamp: pyproject.toml $(STAMPS)/pip
+	test -x $(@D)/bin/python || $(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(@D)/bin/python -m pip install --quiet --editable . --group $(notdir $(@D))
 	@touch $@
