@@ -339,14 +339,14 @@ def simulated(workload: Workload, made: Plan, requests: int) -> tuple[float, flo
 
 @pytest.mark.parametrize(("workload", "requests"), [(RAG, 800), (TALK, 1_600)], ids=["rag", "talk"])
 def test_a_plan_holds_in_a_simulation(workload: Workload, requests: int) -> None:
-    """At nine tenths of what a replica is planned for nobody waits; at 1.3 times, ever longer."""
+    """Nine tenths of what a replica is planned for it takes; with 1.3 times, waits grow."""
     made = plan(workload, LLAMA, max_step_seconds=0.04)
     most = max(made.prefill_replicas, made.decode_replicas, made.memory_replicas)
     rate = workload.requests_per_second / most
     early, late = simulated(replace(workload, requests_per_second=0.9 * rate), made, requests)
-    assert max(early, late) < 2
+    assert max(early, late) < 1.5
     early, late = simulated(replace(workload, requests_per_second=1.3 * rate), made, requests)
-    assert late > max(2 * early, 4)
+    assert late > max(2 * early, 1.5)
 
 
 # -- data -------------------------------------------------------------------------------------
