@@ -12,7 +12,7 @@ ARGS   ?=
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
-.PHONY: help demo test test-sdks check bench soak clean
+.PHONY: help demo test coverage test-sdks check bench soak clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -21,7 +21,10 @@ help: ## show the targets
 demo: $(STAMPS)/package ## the quickstart: the same calls, unthrottled and throttled
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
-test: $(STAMPS)/test ## the whole suite, with branch coverage
+test: $(STAMPS)/test ## the whole suite
+	$(BIN)/python -m pytest $(ARGS)
+
+coverage: $(STAMPS)/test ## the whole suite, with branch coverage: three times as long
 	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
 
 test-sdks: $(SDKS:%=%/stamp) ## the SDKs of OpenAI and Anthropic, this major and the one before
@@ -41,8 +44,8 @@ check: $(STAMPS)/check ## format, lint, types, and a wheel that installs and imp
 	PATH="$(CURDIR)/build/clean/bin:$$PATH" PYRIGHT_PYTHON_IGNORE_WARNINGS=1 \
 		$(BIN)/pyright --ignoreexternal --verifytypes tokenflow
 
-bench: $(STAMPS)/bench ## the benchmarks, which write docs/performance.md
-	set -e; for script in benchmarks/bench_*.py; do $(BIN)/python "$$script" $(ARGS); done
+bench: $(STAMPS)/bench ## the benchmarks, which write docs/performance.md and docs/simulation.md
+	set -e; for script in benchmarks/bench_*.py benchmarks/simulate.py; do $(BIN)/python "$$script" $(ARGS); done
 
 soak: $(STAMPS)/test ## long random runs: nothing leaks
 	$(BIN)/python -m tests.soak $(ARGS)

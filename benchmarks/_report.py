@@ -1,4 +1,4 @@
-"""What all benchmarks share: arguments, tables, and the sections of docs/performance.md."""
+"""What all benchmarks share: arguments, tables, and the sections of the pages they write."""
 
 from __future__ import annotations
 
@@ -50,16 +50,22 @@ def environment() -> str:
     )
 
 
-def publish(section: str, text: str, *, quick: bool) -> None:
-    """Print a section and, but for a quick run, put it into the page between its markers."""
+def publish(
+    section: str, text: str, *, quick: bool, path: Path = PAGE, introduction: str = INTRODUCTION
+) -> None:
+    """Print a section and, but for a quick run, put it into the page between its markers.
+
+    A page that does not exist yet begins with the introduction.
+    """
     print(text)
+    name = path.relative_to(PAGE.parent.parent)
     if quick:
-        print("\n(quick: docs/performance.md was left alone)")
+        print(f"\n(quick: {name} was left alone)")
         return
-    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else INTRODUCTION
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(replace_section(page, section, text), encoding="utf-8")
-    print(f"\nwrote the section {section!r} of {PAGE.relative_to(PAGE.parent.parent)}")
+    page = path.read_text(encoding="utf-8") if path.exists() else introduction
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(replace_section(page, section, text), encoding="utf-8")
+    print(f"\nwrote the section {section!r} of {name}")
 
 
 def replace_section(page: str, section: str, text: str) -> str:

@@ -3,6 +3,7 @@
 import csv
 import math
 import random
+from datetime import datetime
 from pathlib import Path
 from typing import TypeAlias
 
@@ -26,6 +27,14 @@ def _read(file: Path) -> Trace:
             (Request(input_tokens=int(row["ContextTokens"])), int(row["GeneratedTokens"]))
             for row in csv.DictReader(rows)
         ]
+
+
+def arrivals(file: Path) -> list[float]:
+    """When the requests of a CSV file came, in seconds since the first of them."""
+    with file.open(newline="") as rows:
+        # Azure's have a seventh digit, which is one more than a datetime can read.
+        times = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in csv.DictReader(rows)]
+    return [(time - times[0]).total_seconds() for time in times]
 
 
 def synthetic(calls: int, *, input_median: float, output_median: float, seed: int) -> Trace:

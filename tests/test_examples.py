@@ -32,6 +32,10 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
         ["--gpu", "H100", "--gap", "40"],
         ["Llama-3.1-8B on 1 x H100, 40 ms", "2,463", "prefill          memory", "On other GPUs"],
     ),
+    "route_replicas.py": (
+        ["--calls", "60"],
+        ["round robin: 60 of 60, TokenRouter: 60 of 60", "p99", "fast   medium     slow"],
+    ),
     "calibrate.py": ([], ["12,000 calls", "declared 4,096", "historical 0.9, margin 1.1"]),
     "openai_sdk.py": (["--tpm", "12000"], ["chat", "embed", "stream", "provider refused 0"]),
     "anthropic_sdk.py": (["--otpm", "8000"], ["message", "stream", "provider refused 0"]),

@@ -68,7 +68,8 @@ class Setting:
 
     @property
     def waiting(self) -> int:
-        return self.limits.statistics().waiting_calls
+        waiting: int = self.limits.statistics().waiting_calls
+        return waiting
 
 
 class Visit:
