@@ -41,6 +41,7 @@ check: $(STAMPS)/check ## format, lint, types, and a wheel that installs and imp
 	$(BIN)/python -m venv build/clean
 	build/clean/bin/python -m pip install --quiet build/dist/*.whl
 	cd build/clean && bin/python -W error -c "import tokenflow; print('imported', tokenflow.__file__)"
+	build/clean/bin/python -m pip install --quiet "$$(echo build/dist/*.whl)[httpx,httpx2]"
 	PATH="$(CURDIR)/build/clean/bin:$$PATH" PYRIGHT_PYTHON_IGNORE_WARNINGS=1 \
 		$(BIN)/pyright --ignoreexternal --verifytypes tokenflow
 
