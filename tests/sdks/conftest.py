@@ -1,4 +1,4 @@
-"""The SDKs ask for the platform in a thread, once for each client; virtual time knows no threads."""
+"""The SDKs look the platform up in a thread, and virtual time knows no threads."""
 
 import importlib
 from collections.abc import Awaitable, Callable
