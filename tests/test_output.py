@@ -259,6 +259,12 @@ class TestHistorical:
         with pytest.raises(ValueError, match=message):
             HistoricalEstimator(**kwargs)
 
+    @pytest.mark.parametrize("name", ["min_samples", "window", "max_keys"])
+    @pytest.mark.parametrize("size", [1.0, True, math.nan, "9"])
+    def test_sizes_are_counts(self, name: str, size: Any) -> None:
+        with pytest.raises(TypeError, match=f"{name} must be an int >= 0"):
+            HistoricalEstimator(**{name: size})
+
     def test_a_model_of_ones_own_as_prior_is_used_while_there_is_no_history(self) -> None:
         told: list[tuple[int, bool]] = []
         asked: list[int] = []

@@ -7,6 +7,7 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import FrozenInstanceError, replace
 from fractions import Fraction
 from typing import Any
 
@@ -607,6 +608,16 @@ def test_restore_joins_what_was_split_in_the_order_of_its_pieces() -> None:
     without = [batch for batch in batches if "aaaa" not in batch.items]
     with pytest.raises(ValueError, match="item 0 or a piece of it has no result"):
         restore(without, [batch.items for batch in without], join="".join)
+
+
+def test_a_batch_that_was_packed_is_one_as_any_other() -> None:
+    (batch,) = pack(["a", "b"], 2, tokens=len)
+    assert type(batch) is Batch
+    assert batch == Batch(("a", "b"), (0, 1), 2)
+    assert hash(batch) == hash(Batch(("a", "b"), (0, 1), 2))
+    with pytest.raises(FrozenInstanceError):
+        batch.tokens = 3  # type: ignore[misc]
+    assert replace(batch, tokens=3) == Batch(("a", "b"), (0, 1), 3)
 
 
 def test_batches_and_errors_pickle() -> None:

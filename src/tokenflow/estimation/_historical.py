@@ -17,6 +17,7 @@ __all__ = ["HistoricalEstimator"]
 
 _PRIOR_STEP: Final = 0.1
 _Key = tuple[str | None, str | None, int]
+_estimate: Final = tuple.__new__  # past the generated constructor, which takes twice as long
 
 
 @final
@@ -54,7 +55,8 @@ class HistoricalEstimator(ScoredEstimator):
     True
 
     Raises:
-        ValueError: a quantile outside (0, 1), a size below 1, a margin not above 0.
+        TypeError, ValueError: a quantile outside (0, 1), a size that is not an
+            int >= 1, a margin not above 0.
     """
 
     __slots__ = (
@@ -80,12 +82,14 @@ class HistoricalEstimator(ScoredEstimator):
         super().__init__(margin)
         if isinstance(quantile, bool) or not 0 < quantile < 1:
             raise ValueError(f"quantile must be between 0 and 1, not {quantile!r}")
+        min_samples = token_count(min_samples, "min_samples")
+        window = token_count(window, "window")
         if not 1 <= min_samples <= window:
             raise ValueError(
                 f"min_samples must be between 1 and window = {window}, not {min_samples}: "
                 "a key that never has enough would be served by the prior for ever"
             )
-        if max_keys < 1:
+        if token_count(max_keys, "max_keys") < 1:
             raise ValueError(f"max_keys must be at least 1, not {max_keys}")
         self._quantile = quantile
         self._prior = TaskEstimator() if prior is None else prior
@@ -100,8 +104,10 @@ class HistoricalEstimator(ScoredEstimator):
         history = self._histories.get(_key(request))
         if history is not None and history.weight == 1.0:
             if request.max_output_tokens is None:  # _hand_out(), for one call less
-                wanted = math.ceil(history.tokens * self._margin * request.choices)
-                return OutputEstimate(wanted, self._quantile)
+                wanted = history.tokens * request.choices
+                if self._margin != 1:
+                    wanted = math.ceil(wanted * self._margin)
+                return _estimate(OutputEstimate, (wanted, self._quantile))
             return self._hand_out(request, history.tokens, self._quantile)
         prior = self._prior.estimate(request)
         weight = history.weight if history else 0.0
@@ -121,23 +127,24 @@ class HistoricalEstimator(ScoredEstimator):
         """
         if type(output_tokens) is not int or not 0 <= output_tokens <= LARGEST:
             output_tokens = min(token_count(output_tokens, "output_tokens"), LARGEST)
-        declared = request.max_output_tokens
+        declared, choices = request.max_output_tokens, request.choices
         if declared == 0:
             return
         key = _key(request)
-        history = self._histories.get(key)
-        if history is None or len(self._histories) > 1:
-            history = self._touch(key)
+        history = self._histories.get(key) or self._added(key)
+        self._histories.move_to_end(key)
         cold = history.weight < 1.0
         tokens: float = history.tokens
+        estimated = history.tokens * choices
         if cold:
             tokens = self._blend(history, request, self._prior.estimate(request))
-        estimated = math.ceil(tokens * self._margin * request.choices)
+        if cold or self._margin != 1:
+            estimated = math.ceil(tokens * choices * self._margin)
         if declared is not None:
-            estimated = min(estimated, declared * request.choices)
+            estimated = min(estimated, declared * choices)
         ratio = history.score.add(request.input_tokens, estimated, output_tokens)
         self._score.ratios.append(ratio)
-        output = -(-output_tokens // request.choices)
+        output = output_tokens if choices == 1 else -(-output_tokens // choices)
         if truncated or (declared is not None and output >= declared):
             output = history.complete(output)
         if cold:
@@ -145,12 +152,8 @@ class HistoricalEstimator(ScoredEstimator):
             self._prior.observe(request, output_tokens, truncated=truncated)
         history.learn(output, output > tokens)
 
-    def _touch(self, key: _Key) -> History:
-        """The key's history, made the most recent; the oldest goes when there are too many."""
-        history = self._histories.get(key)
-        if history is not None:
-            self._histories.move_to_end(key)
-            return history
+    def _added(self, key: _Key) -> History:
+        """A new history for this key; the one longest unused goes when there are too many."""
         if len(self._histories) >= self._max_keys:
             self._score.absorb(self._histories.popitem(last=False)[1].score)
         history = self._histories[key] = History(self._quantile, self._window, self._min_samples)
@@ -200,7 +203,9 @@ class HistoricalEstimator(ScoredEstimator):
         while self._histories:
             self._score.absorb(self._histories.popitem()[1].score)
         for model, task, least, level, outputs in saved.histories[-self._max_keys :]:
-            history = self._touch((model, task, input_bucket(least)))
+            key = (model, task, input_bucket(least))
+            history = self._histories.get(key) or self._added(key)
+            self._histories.move_to_end(key)
             history.restore(level if same else self._quantile, outputs)
 
 

@@ -81,7 +81,7 @@ class History:
         step = 0.4 * min(0.1, quantile, 1 - quantile)
         self._up, self._down = step * quantile, step * (1 - quantile)
         self._window, self._min_samples = window, min_samples
-        self._ring: deque[int] = deque()
+        self._ring: deque[int] = deque(maxlen=window)
         self._sorted: list[int] = []
         self._truncated = 0
         self.level = quantile
@@ -96,15 +96,16 @@ class History:
     def learn(self, output: int, missed: bool) -> None:
         """Add one output, and correct the level by whether it exceeded its estimate."""
         level = self.level + self._up if missed else self.level - self._down
-        self.level = level if level > 0 else 0.0
-        ordered = self._sorted
-        if len(ordered) == self._window:
-            del ordered[bisect_left(ordered, self._ring.popleft())]
-        self._ring.append(output)
+        if level < 0:
+            level = 0.0
+        self.level = level
+        ordered, ring = self._sorted, self._ring
+        if len(ring) == self._window:
+            del ordered[bisect_left(ordered, ring[0])]
+        ring.append(output)  # and the oldest goes
         insort(ordered, output)
-        rank = int(self.level * len(ordered))
-        if rank < len(ordered) and self.weight == 1.0:
-            self.tokens = ordered[rank]  # the common case of _read()
+        if level < 1 and self.weight == 1.0:
+            self.tokens = ordered[int(level * len(ring))]  # the common case of _read()
         else:
             self._read()
 
@@ -135,7 +136,7 @@ class History:
 
     def restore(self, level: float, outputs: Sequence[int]) -> None:
         """Take over saved outputs, oldest first, and the level they were read at."""
-        self._ring.extend(outputs[-self._window :])
+        self._ring.extend(outputs)
         self._sorted = sorted(self._ring)
         self.level = level
         if self._ring:

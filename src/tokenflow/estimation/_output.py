@@ -113,7 +113,7 @@ class ScoredEstimator(ABC):
         self._score.add(request.input_tokens, self.estimate(request).tokens, output_tokens)
 
     def _hand_out(self, request: Request, tokens: float, confidence: float) -> OutputEstimate:
-        wanted = math.ceil(tokens * self._margin * request.choices)
+        wanted = math.ceil(tokens * request.choices * self._margin)
         declared = request.max_output_tokens
         if declared is None or wanted < declared * request.choices:
             return OutputEstimate(wanted, confidence)
