@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -414,6 +415,30 @@ class TestWhatIsReserved:
                 await limited.request().__aenter__()
         async with limited.request() as call:
             assert (call.lease.tenant, call.request.task) == (None, None)
+
+    @pytest.mark.parametrize(
+        ("wrong", "error", "says"),
+        [
+            ({"max_wait": -1}, ValueError, "max_wait must be >= 0 seconds, not -1"),
+            ({"max_wait": math.nan}, ValueError, "max_wait must be >= 0 seconds, not nan"),
+            ({"max_wait": "1"}, TypeError, "max_wait must be a number of seconds or None"),
+            ({"priority": "x"}, TypeError, "priority must be an int"),
+            ({"priority": ""}, TypeError, "priority must be an int"),
+            ({"priority": True}, TypeError, "priority must be an int"),
+            ({"tenant": []}, TypeError, r"tenant must be hashable, not \[\]"),
+            ({"affinity": ([],)}, TypeError, r"affinity must be hashable, not \(\[\],\)"),
+            ({"region": 1}, TypeError, "region must be a str or None, not 1"),
+            ({"task": []}, TypeError, r"task must be a str or None, not \[\]"),
+        ],
+    )
+    async def test_hostile_options_are_refused_where_they_are_said(
+        self, wrong: dict[str, Any], error: type[Exception], says: str
+    ) -> None:
+        with call_options(tenant="acme", max_wait=math.inf):
+            with pytest.raises(error, match=says), call_options(**wrong):
+                pytest.fail("entered")
+            async with Limited().request() as call:
+                assert call.lease.tenant == "acme"
 
     async def test_too_large_and_full(self) -> None:
         limited = Limited()
