@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from tokenflow import (
     HistoricalEstimator,
     QueueFull,
     Quota,
+    Request,
     RequestTooLarge,
     TaskEstimator,
     TiktokenCounter,
@@ -219,6 +221,57 @@ class TestWaysOut:
                 tasks.cancel_scope.cancel()
         assert (limited.held, limited.used) == (0, (0, 0))
         assert limited.outcomes == ["not admitted"]
+
+    @pytest.mark.parametrize("stage", ["model", "counter", "rules", "estimator"])
+    async def test_what_cannot_be_counted_or_estimated(self, stage: str) -> None:
+        class Broken:
+            def count(self, text: str) -> int:
+                raise ZeroDivisionError
+
+            def estimate(self, request: Request) -> Any:
+                raise ZeroDivisionError
+
+            def observe(self, request: Request, tokens: int, *, truncated: bool = False) -> None:
+                pytest.fail("nothing was generated")
+
+        events: list[CallEvent] = []
+        flow = TokenFlow(
+            {"gpt-*": TokenSemaphore(10)},
+            counter=Broken() if stage == "counter" else ApproximateCounter(),
+            estimator=Broken() if stage == "estimator" else None,
+            observers=[events.append],
+        )
+        rules: Any = object() if stage == "rules" else None
+        model = "claude" if stage == "model" else "gpt-5"
+        with pytest.raises((UnknownModel, ZeroDivisionError, AttributeError)) as caught:
+            await flow.request(prompt="a", model=model, tenant="acme", rules=rules).begin()
+        (event,) = events
+        assert (event.outcome, event.error) == ("not admitted", caught.value)
+        assert (event.tenant, event.request.model) == ("acme", model)
+        assert event.estimated == event.charged == Usage(requests=0)
+        assert flow.statistics().outcomes == {"not admitted": 1}
+
+    async def test_cancelled_while_it_is_counted(self) -> None:
+        class Slow:
+            def _ready(self) -> bool:
+                return False
+
+            def count(self, text: str) -> int:
+                started.set()
+                done.wait(10)
+                return 1
+
+        started, done = threading.Event(), threading.Event()
+        events: list[CallEvent] = []
+        flow = TokenFlow(TokenSemaphore(10), counter=Slow(), observers=[events.append])
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(flow.request(prompt="a").begin)
+            await anyio.to_thread.run_sync(started.wait, 10)
+            tasks.cancel_scope.cancel()
+        done.set()
+        assert [event.outcome for event in events] == ["not admitted"]
+        assert isinstance(events[0].error, anyio.get_cancelled_exc_class())
+        assert flow.statistics().outcomes == {"not admitted": 1}
 
     async def test_left_without_a_word(self) -> None:
         limited = Limited()
@@ -542,6 +595,18 @@ class TestObservers:
             await anyio.sleep(3)
         assert limited.events[0].waited == pytest.approx(2)
         assert limited.events[0].seconds == pytest.approx(3)
+
+    async def test_times_of_those_that_were_not_admitted(self) -> None:
+        limited = Limited()
+        with limited.in_flight.acquire_nowait(100_000):
+            with anyio.move_on_after(3):
+                await limited.request().begin()
+            with pytest.raises(WaitTimeout):
+                await limited.request(max_wait=5).begin()
+            with pytest.raises(WaitTimeout):
+                await limited.request(max_wait=0).begin()
+        assert [event.waited for event in limited.events] == pytest.approx([3, 5, 0])
+        assert limited.outcomes == 3 * ["not admitted"]
 
     async def test_statistics_and_repr(self) -> None:
         limited = Limited()

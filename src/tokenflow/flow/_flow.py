@@ -157,7 +157,8 @@ class TokenFlow:
             count = partial(count_messages, messages=messages, tools=list(tools))
         elif prompt is not None:
             count = partial(count_prompt, prompt=prompt)
-        return Call(self, partial(self._prepare, described, count, rules, options))
+        prepare = partial(self._prepare, described, count, rules, options)
+        return Call(self, described, options["tenant"], prepare)
 
     async def _prepare(
         self,
