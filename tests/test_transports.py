@@ -362,6 +362,19 @@ class TestTurnedAway:
         assert response.headers["retry-after-ms"] == "7500"
         assert response.json()["error"]["type"] == "queue_full"
 
+    async def test_a_model_that_no_pattern_matches(self, stack: ModuleType) -> None:
+        setting = Setting(stack)
+        flow = TokenFlow({"claude-*": TokenSemaphore(10)}, observers=[setting.events.append])
+        below = setting.provider.transport(stack)
+        client = stack.AsyncClient(transport=throttled(stack)(flow, below))
+        response = await client.post(CHAT, json=chat())
+        assert response.status_code == 404
+        assert response.headers["x-should-retry"] == "false"
+        error = response.json()["error"]
+        assert error["type"] == "unknown_model"
+        assert "no limits for the model 'gpt-5'" in error["message"]
+        assert setting.outcomes == ["not admitted"]
+
     async def test_max_wait_from_the_options(self, stack: ModuleType) -> None:
         setting = Setting(stack)
         with setting.in_flight.acquire_nowait(100_000), call_options(max_wait=0, tenant="acme"):

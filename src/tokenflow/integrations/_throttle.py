@@ -15,7 +15,14 @@ from typing import Any, Final, Protocol, Self
 
 from anyio import to_thread
 
-from tokenflow._errors import NoReplica, QueueFull, RequestTooLarge, TokenflowError, WaitTimeout
+from tokenflow._errors import (
+    NoReplica,
+    QueueFull,
+    RequestTooLarge,
+    TokenflowError,
+    UnknownModel,
+    WaitTimeout,
+)
 from tokenflow.flow import Call, Limits, ProviderRules, TokenFlow
 from tokenflow.flow._call import open_call
 
@@ -23,7 +30,6 @@ from ._bodies import Reader, Unread, described, parsed, reader
 
 __all__ = ["MeteredBody", "Throttle"]
 
-_TURNED_AWAY: Final = (RequestTooLarge, NoReplica, QueueFull, WaitTimeout)
 _IN_LOOP: Final = 1 << 19  # bytes of JSON: some milliseconds
 _READABLE: Final = "gzip, deflate"
 
@@ -55,7 +61,7 @@ class Throttle:
             call = self._flow.request(**await _asked(request), rules=self._rules)
             try:
                 await call.begin()
-            except _TURNED_AWAY as error:
+            except (RequestTooLarge, NoReplica, UnknownModel, QueueFull, WaitTimeout) as error:
                 return self._answer(error)
         end = call.close if is_own else _end_of(call)
         try:
@@ -142,6 +148,7 @@ class Throttle:
 _STATUS: Final[dict[type[TokenflowError], tuple[int, str]]] = {
     RequestTooLarge: (413, "request_too_large"),
     NoReplica: (413, "no_replica"),
+    UnknownModel: (404, "unknown_model"),
     QueueFull: (429, "queue_full"),
     WaitTimeout: (429, "wait_timeout"),
 }

@@ -52,8 +52,9 @@ class ThrottledTransport(httpx.AsyncBaseTransport):
     request. `call_options` gives a call its tenant, priority or task.
 
     Instead of raising, which SDKs wrap or retry, it answers in the server's place: 413
-    with a body that names cost and limit where a call can never fit, and 429 with
-    `Retry-After` where the queue is full or `max_wait` is too short.
+    with a body that names cost and limit where a call can never fit, 404 where no
+    pattern matches its model, and 429 with `Retry-After` where the queue is full or
+    `max_wait` is too short.
 
     Inside an open `flow.request` of the same flow the first POST, and what it is redirected
     to, settles that call; another one, or a second attempt, is a call of its own.
