@@ -10,6 +10,7 @@ import gc
 import gzip
 import importlib
 import json
+import weakref
 from collections.abc import AsyncIterator
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,8 @@ from tokenflow import (
     call_options,
 )
 from tokenflow.testing import FakeProvider, Fault
+
+from .conftest import Run
 
 pytestmark = pytest.mark.anyio
 
@@ -278,18 +281,70 @@ class TestStreams:
         del response, chunks
         gc.collect()
 
-    async def test_abandoned_without_aclose(self, stack: ModuleType) -> None:
+    @pytest.mark.parametrize("thread", ["its own", "another"])
+    async def test_abandoned_without_aclose(self, stack: ModuleType, thread: str) -> None:
+        """The garbage collector may come in any thread, and in the middle of a step."""
         setting = Setting(stack)
         response = await setting.transport.handle_async_request(
             stack.Request("POST", CHAT, json=chat(stream=True))
         )
         chunks = aiter(response.stream)
         await anext(chunks)
-        assert setting.held[0] > 0
-        del chunks, response
-        gc.collect()
+        dropped = [response, chunks]
+        dropped.append(dropped)
+        del chunks, response, dropped
+        if thread == "another":
+            await anyio.to_thread.run_sync(gc.collect)
+        else:
+            gc.collect()
+            assert setting.held[0] > 0
+        await wait_all_tasks_blocked()
         assert setting.held == (0, 0)
         assert setting.outcomes == ["abandoned"]
+
+    async def test_abandoned_by_an_error_that_holds_it(self, stack: ModuleType) -> None:
+        setting = Setting(stack)
+        bodies: list[weakref.ref[object]] = []
+
+        async def fail() -> None:
+            async with setting.flow.request(input_tokens=1):
+                response = await setting.transport.handle_async_request(
+                    stack.Request("POST", CHAT, json=chat(stream=True))
+                )
+                bodies.append(weakref.ref(response.stream))
+                raise OSError
+
+        with contextlib.suppress(OSError):
+            await fail()
+        setting.events.clear()
+        gc.collect()
+        assert [body() for body in bodies] == [None]
+
+    def test_abandoned_after_the_run(self, stack: ModuleType, run: Run) -> None:
+        setting = Setting(stack)
+
+        async def other() -> Any:
+            request = stack.Request("POST", CHAT, json=chat(stream=True))
+            return await setting.transport.handle_async_request(request)
+
+        run(other)
+        gc.collect()
+        assert setting.outcomes == ["abandoned"]
+
+    async def test_abandoned_without_aclose_where_that_fails(
+        self, stack: ModuleType, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        setting = Setting(stack)
+        response = await setting.transport.handle_async_request(
+            stack.Request("POST", CHAT, json=chat(stream=True))
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(response.stream._reader, "_meter", None)
+            del response
+            gc.collect()
+            await wait_all_tasks_blocked()
+        assert setting.outcomes == ["abandoned"]
+        assert "could not be settled: AttributeError" in caplog.text
 
     async def test_cancelled_in_the_middle(self, stack: ModuleType) -> None:
         setting = Setting(stack, output=3_000)

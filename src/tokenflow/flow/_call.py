@@ -366,6 +366,7 @@ class Call:
             self._is_over, self._is_free = True, False
             self._learn()
             self._report()
+            self._error = None  # its traceback may hold a response that holds this call
 
     def _settle(self, error: BaseException | None) -> None:
         """The last that can be said of the charge."""

@@ -8,10 +8,13 @@ first attempt is that call. A redirect has used nothing; who follows it calls an
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, Protocol, Self
+from weakref import finalize
 
 from anyio import to_thread
 
@@ -23,8 +26,10 @@ from tokenflow._errors import (
     UnknownModel,
     WaitTimeout,
 )
+from tokenflow._run import OUTSIDE, current_run
 from tokenflow.flow import Call, Limits, ProviderRules, TokenFlow
 from tokenflow.flow._call import open_call
+from tokenflow.limits._lease import log
 
 from ._bodies import Reader, Unread, described, parsed, reader
 
@@ -224,7 +229,8 @@ class MeteredBody:
     """A response's body on its way through: read along, and its call ended with it.
 
     Whoever stops reading closes it, as HTTP clients do; one that is only dropped is
-    ended by the garbage collector.
+    ended after the garbage collector found it, which may be in any thread, and in the
+    middle of a step.
     """
 
     def __init__(
@@ -234,7 +240,10 @@ class MeteredBody:
         self._chunks = aiter(source)
         self._reader = read_along
         self._end = end
-        self._is_over = False
+        run = current_run() or OUTSIDE
+        # Not __del__: this keeps the call from being garbage together with its body.
+        self._if_dropped = finalize(self, run.call_soon, partial(_let_go, read_along, end))
+        self._if_dropped.atexit = False
 
     def __aiter__(self) -> Self:
         return self
@@ -261,13 +270,18 @@ class MeteredBody:
             await self._source.aclose()
 
     def _over(self, settle: Callable[[], None], error: BaseException | None = None) -> None:
-        if not self._is_over:
-            self._is_over = True
+        if self._if_dropped.detach() is not None:  # else it is over already
             try:
                 settle()
             finally:
                 self._end(error)
 
-    def __del__(self) -> None:
-        with suppress(Exception):  # in another thread, or after the run
-            self._over(self._reader.close)
+
+def _let_go(read_along: Reader, end: Callable[[BaseException | None], None]) -> None:
+    try:
+        try:
+            read_along.close()
+        finally:
+            end(None)
+    except Exception as error:
+        log(logging.ERROR, "a response that was dropped could not be settled: %r", error)
