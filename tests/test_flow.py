@@ -546,9 +546,23 @@ class TestModels:
             await flow.request(input_tokens=1, model="claude").__aenter__()
         assert raised.value.model == "claude"
 
-    def test_no_pattern_is_an_error(self) -> None:
-        with pytest.raises(ValueError, match="no pattern at all"):
-            TokenFlow({})
+    @pytest.mark.parametrize(
+        ("wrong", "error", "says"),
+        [
+            ({"limits": {}}, ValueError, "no pattern at all in limits"),
+            ({"counter": {}}, ValueError, "no pattern at all in counter"),
+            ({"limits": {1: None}}, TypeError, "a pattern in limits must be a str, not 1"),
+            ({"counter": {None: ApproximateCounter()}}, TypeError, "a pattern in counter"),
+            ({"limits": [None]}, TypeError, r"limits must be a limiter, .*, not \[None\]"),
+            ({"limits": {"*": 5}}, TypeError, "limits must be a limiter, .*, not 5"),
+            ({"router": 5}, TypeError, "router must be a TokenRouter or another limiter, not 5"),
+        ],
+    )
+    def test_what_no_call_could_go_by(
+        self, wrong: dict[str, Any], error: type[Exception], says: str
+    ) -> None:
+        with pytest.raises(error, match=says):
+            TokenFlow(**wrong)
 
     async def test_one_object_under_two_patterns_is_one_family(self) -> None:
         shared = TokenSemaphore(1_000)
