@@ -469,6 +469,52 @@ class TestRequests:
         )
         assert setting.events[0].request.model == body.get("model")
 
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "messages/count_tokens",
+            "responses/input_tokens",
+            "models/m:countTokens",
+            "models/count-tokens:rawPredict",
+        ],
+    )
+    async def test_counting_is_a_request_and_takes_no_block(
+        self, stack: ModuleType, path: str
+    ) -> None:
+        setting = Setting(stack)
+        counted = {"input_tokens": 14, "totalTokens": 14}
+        setting.transport._transport = stack.MockTransport(
+            lambda request: stack.Response(200, json=counted)
+        )
+        async with setting.flow.request(input_tokens=7, max_output_tokens=1):
+            await setting.client.post(f"http://fake/v1/{path}", json=chat(max_tokens=9))
+            assert setting.used == (8, 2)
+        assert setting.outcomes == ["abandoned", "abandoned"]
+        assert setting.events[0].request.model == "gpt-5"
+
+    @pytest.mark.parametrize(
+        ("status", "outcome", "output_tokens"), [(204, "reconciled", 0), (200, "abandoned", 500)]
+    )
+    async def test_an_empty_body(
+        self, stack: ModuleType, status: int, outcome: str, output_tokens: int
+    ) -> None:
+        setting = Setting(stack)
+
+        class Empty(stack.AsyncByteStream):  # type: ignore[name-defined,misc]
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                await anyio.lowlevel.checkpoint()
+                return
+                yield
+
+        setting.transport._transport = stack.MockTransport(
+            lambda request: stack.Response(status, stream=Empty())
+        )
+        await setting.client.post(CHAT, json=chat())
+        (event,) = setting.events
+        assert (event.outcome, event.charged.output_tokens) == (outcome, output_tokens)
+        assert event.charged.input_tokens == 9
+        assert setting.held == (0, 0)
+
     async def test_others_are_requests_and_no_more(self, stack: ModuleType) -> None:
         setting = Setting(stack)
         await setting.client.get("http://fake/v1/models")

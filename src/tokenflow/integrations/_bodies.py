@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, final
 from tokenflow._usage import Request
 from tokenflow.flow import Meter
 
-__all__ = ["Reader", "Unread", "described", "parsed", "reader"]
+__all__ = ["Reader", "Unread", "described", "only_counts", "parsed", "reader"]
 
 _WHOLE: Final = 1 << 20  # a JSON answer up to this size is parsed as it is
 _END: Final = 1 << 16  # of a longer one so much is kept at each end; usage is at one of them
@@ -24,6 +24,9 @@ _INFLATED: Final = 1 << 20  # so much is unpacked at a time, whatever is packed 
 _BOM: Final = b"\xef\xbb\xbf"
 _BYTES_PER_TOKEN: Final = 3
 _NO_OUTPUT: Final = ("embed", "moderation", "rerank", "/images/", "/audio/")  # in tokens
+_COUNTING: Final = frozenset(
+    ("count_tokens", "count-tokens", "counttokens", "input_tokens", "tokenize", "detokenize")
+)
 _LAST: Final = ("message_stop", "response.completed", "response.incomplete", "response.failed")
 
 Body = dict[str, Any]
@@ -44,7 +47,7 @@ def described(path: str, content: bytes, is_json: bool, body: Any) -> dict[str, 
     """The arguments of `flow.request` for a request; one nobody understands counts by its size.
 
     An upload counts as a request and nothing else: what a server finds in a file
-    cannot be told by its size.
+    cannot be told by its size. So does one that only has tokens counted.
     """
     if not isinstance(body, dict):
         size = -(-len(content) // _BYTES_PER_TOKEN) if is_json else 0
@@ -55,12 +58,21 @@ def described(path: str, content: bytes, is_json: bool, body: Any) -> dict[str, 
         "max_output_tokens": asked.max_output_tokens,
         "choices": asked.choices,
     }
-    if any(kind in path.lower() for kind in _NO_OUTPUT):
+    if only_counts(path):
+        return options | {"input_tokens": 0, "max_output_tokens": 0, "choices": 1}
+    end = "/".join(["", *path.lower().split("/")[-2:]])  # before it there may be any name
+    if any(kind in end for kind in _NO_OUTPUT):
         options |= {"max_output_tokens": 0, "choices": 1}
     found = _input(body, path)
     if found is None:
         found = {"input_tokens": -(-len(content) // _BYTES_PER_TOKEN)}
     return options | found
+
+
+def only_counts(path: str) -> bool:
+    """Does it answer how many tokens something has? Nothing is generated, though it looks so."""
+    last = path.lower().rpartition("/")[2]
+    return not _COUNTING.isdisjoint(last.split(":"))
 
 
 def _input(body: Body, path: str) -> dict[str, Any] | None:

@@ -27,16 +27,18 @@ from tokenflow._errors import (
     WaitTimeout,
 )
 from tokenflow._run import OUTSIDE, current_run
+from tokenflow._usage import Usage
 from tokenflow.flow import Call, Limits, ProviderRules, TokenFlow
 from tokenflow.flow._call import open_call
 from tokenflow.limits._lease import log
 
-from ._bodies import Reader, Unread, described, parsed, reader
+from ._bodies import Reader, Unread, described, only_counts, parsed, reader
 
 __all__ = ["MeteredBody", "Throttle"]
 
 _IN_LOOP: Final = 1 << 19  # bytes of JSON: some milliseconds
 _READABLE: Final = "gzip, deflate"
+_BODILESS: Final = (204, 205)  # by what they mean; any other may have lost its body on the way
 
 
 class Throttle:
@@ -60,7 +62,7 @@ class Throttle:
 
     async def handle(self, request: Any, send: Callable[[Any], Awaitable[Any]]) -> Any:
         """Wait for room, send, and hand the response on; or answer in the server's place."""
-        call = open_call(self._flow) if request.method == "POST" else None
+        call = open_call(self._flow) if _may_generate(request) else None
         is_own = call is None
         if call is None:
             call = self._flow.request(**await _asked(request), rules=self._rules)
@@ -100,7 +102,9 @@ class Throttle:
             return response
         call.observe(response.headers)
         read_along: Reader = Unread()
-        if request.method == "POST":  # what others report was another call's
+        if _may_generate(request):  # what others report was another call's
+            if response.status_code in _BODILESS:
+                call.reconcile(Usage(input_tokens=call.request.input_tokens))
             read_along = reader(headers, call.meter, call.reconcile)
         if is_read:
             read_along.feed(_content(response))
@@ -169,6 +173,10 @@ async def _asked(request: Any) -> dict[str, Any]:
     large = len(content) > _IN_LOOP
     body = await to_thread.run_sync(parsed, content) if large else parsed(content)
     return described(request.url.path, content, is_json, body)
+
+
+def _may_generate(request: Any) -> bool:
+    return request.method == "POST" and not only_counts(request.url.path)
 
 
 def _ask_for_what_can_be_read(request: Any) -> None:

@@ -48,8 +48,11 @@ class ThrottledTransport(httpx.AsyncBaseTransport):
     attempt gives its tokens back, "retry after" holds everyone, and headers that say
     what is left of a quota are heeded. Chat completions report a stream's usage only
     with `stream_options={"include_usage": True}`; without it the estimate stays.
-    Requests that it does not understand count by their size, uploads and reads as one
-    request. `call_options` gives a call its tenant, priority or task.
+    A 204 is charged for its input; whatever else says nothing keeps the estimate, an
+    empty body as well. Embeddings, rerankings, moderations, images and audio reserve no
+    output. Requests that it does not understand count by their size; uploads, reads and
+    those that only have tokens counted as one request. `call_options` gives a call its
+    tenant, priority or task.
 
     Instead of raising, which SDKs wrap or retry, it answers in the server's place: 413
     with a body that names cost and limit where a call can never fit, 404 where no
