@@ -25,6 +25,7 @@ from tokenflow.limits import Lease, TokenRateLimiter
 from tokenflow.limits._lease import log
 
 from ._family import ProviderRules, rate_limiters
+from ._map import current_job
 from ._stream import Meter, TrackedStream
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class Call:
         "_flow",
         "_is_free",
         "_is_over",
+        "_job",
         "_meter",
         "_outcome",
         "_prepare",
@@ -143,6 +145,7 @@ class Call:
         self._flow = flow
         self._said = said
         self._tenant = tenant
+        self._job = current_job.get()  # of the worker that makes it: it may end elsewhere
         self._prepare = prepare
         self._ticket: Ticket | None = None
         self._entered = False
@@ -399,6 +402,8 @@ class Call:
         ticket = self._held()
         charged = _NOTHING if self._outcome == "unsent" else self.usage
         self._flow._count(self._outcome, charged)
+        if self._job is not None:
+            self._job.charge(charged.total_tokens)
         if not self._flow._observers:
             return
         self._flow._tell(
