@@ -541,7 +541,7 @@ class TestBodies:
     TRUTH = Usage(input_tokens=9, output_tokens=7)
 
     @pytest.mark.parametrize("size", [1, 3, 1_000])
-    @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+    @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
     def test_an_event_of_many_lines(self, end: bytes, size: int) -> None:
         """As a proxy sends it that formats JSON."""
         lines = json.dumps(json.loads(LAST[5:]), indent=1).encode().split(b"\n")
@@ -550,6 +550,7 @@ class TestBodies:
         events = Events(measured)
         for i in range(0, len(raw), size):
             events.feed(raw[i : i + size])
+            events.feed(b"")
         events.finish()
         assert call.charged[-1] == self.TRUTH
 

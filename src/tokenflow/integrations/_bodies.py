@@ -173,16 +173,19 @@ class Events:
     others are put together.
     """
 
-    __slots__ = ("_is_cut", "_lines", "_meter", "_rest", "_size")
+    __slots__ = ("_after_cr", "_is_cut", "_lines", "_meter", "_rest", "_size")
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
+        self._after_cr = False
         self._rest = bytearray()  # of a line
         self._is_cut = False
         self._lines: list[bytes] = []  # of an event that is none yet
         self._size = 0
 
     def feed(self, data: bytes) -> None:
+        if data and (self._after_cr or b"\r" in data):
+            data = self._without_cr(data)
         self._rest += data
         if b"\n" in data:
             *lines, self._rest = self._rest.split(b"\n")
@@ -191,6 +194,13 @@ class Events:
         if len(self._rest) > _LONGEST_LINE:
             del self._rest[:-_END]
             self._is_cut = True
+
+    def _without_cr(self, data: bytes) -> bytes:
+        """A line may end in CR, LF or both, and a piece of the body between the two."""
+        if self._after_cr:
+            data = data.removeprefix(b"\n")
+        self._after_cr = data.endswith(b"\r")
+        return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
     def _take(self, line: bytearray) -> None:
         line = line.removeprefix(_BOM)
