@@ -65,7 +65,10 @@ class ThrottledTransport(httpx2.AsyncBaseTransport):
     Args:
         flow_or_limits: A `TokenFlow`, or whatever it takes as limits.
         transport: What sends; by default one of httpx2 without a bound on connections,
-            since the limits decide how many there are.
+            since the limits decide how many there are. A client with a transport heeds
+            no proxies of the environment, and one with `proxy=` or `mounts=` sends past
+            the limits: pass `transport=httpx2.AsyncHTTPTransport(proxy=...)` here, as
+            well as what else it is to have of `verify`, `cert` and `http2`.
         provider: A `Provider` whose rules hold, where the limits are not one.
     """
 
