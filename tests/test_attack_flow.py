@@ -123,6 +123,24 @@ class TestWhatACallIsCharged:
                     await anext(tracked)
         assert limited.used == (tokens, 1)
 
+    @pytest.mark.parametrize("wrong", [ZeroDivisionError(), -1, None, 1.5])
+    async def test_a_counter_that_fails_in_the_middle(
+        self, wrong: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Failing:
+            def count(self, text: str) -> Any:
+                if isinstance(wrong, Exception):
+                    raise wrong
+                return wrong
+
+        in_flight = TokenSemaphore(10_000)
+        flow = TokenFlow(in_flight, counter=Failing(), estimator=TaskEstimator(default=10))
+        async with flow.request(input_tokens=5) as call:
+            chunks = [each async for each in call.track(stream(chunk("a" * 40), chunk("b" * 40)))]
+            assert len(chunks) == 2
+            assert call.usage.output_tokens == 20  # 4 bytes each
+        assert caplog.text.count("in a stream") == 1
+
     async def test_progress_by_a_total(self) -> None:
         limited = Limited()
         async with limited.request() as call:
