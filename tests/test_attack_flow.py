@@ -481,6 +481,24 @@ class TestTransports:
         assert asked == [("https://b.example/base/v1/x", "b.example")] * 2
         assert (str(request.url), request.headers["host"]) == ("http://any/v1/x", "any")
 
+    @pytest.mark.parametrize("location", ["/base/v1/y?z=1", "https://b.example/base/v1/y?z=1"])
+    async def test_a_redirect_to_an_address_of_the_replicas(
+        self, stack: ModuleType, location: str
+    ) -> None:
+        asked = []
+
+        class Below(stack.AsyncBaseTransport):  # type: ignore[name-defined,misc]
+            async def handle_async_request(self, request: Any) -> Any:
+                asked.append(str(request.url))
+                is_first = len(asked) == 1
+                return stack.Response(307 if is_first else 200, headers={"location": location})
+
+        router = TokenRouter([Replica("a", target="https://b.example/base/")])
+        transport = throttled(stack)(TokenFlow(router=router), Below())
+        async with stack.AsyncClient(transport=transport, follow_redirects=True) as client:
+            await client.post("http://any/v1/x", json={})
+        assert asked == ["https://b.example/base/v1/x", "https://b.example/base/v1/y?z=1"]
+
     async def test_an_upload_is_not_read_before_it_is_sent(self, stack: ModuleType) -> None:
         sent: list[str] = []
 

@@ -193,11 +193,14 @@ def _aimed_at(target: object, request: Any) -> Iterator[None]:
         return
     asked, host = request.url, request.headers.get("host", "")
     base = type(asked)(target)
+    prefix, path = base.raw_path.rstrip(b"/"), asked.raw_path
+    if not path.startswith((prefix + b"/", prefix + b"?")):  # a redirect names the whole of it
+        path = prefix + path
     request.url = asked.copy_with(
         scheme=base.scheme,
         host=base.host,
         port=base.port,
-        raw_path=base.raw_path.rstrip(b"/") + asked.raw_path,
+        raw_path=path,
     )
     request.headers["host"] = base.netloc.decode()
     try:
