@@ -331,6 +331,45 @@ class TestMap:
         assert "LookupError" in caplog.text
 
 
+class Raising:
+    """Rules of the user's own, which fail."""
+
+    def limiter(self) -> TokenRateLimiter:
+        return TokenRateLimiter(tokens_per_minute=10_000)
+
+    def charge(self, request: Request, output_tokens: int) -> Usage:
+        return Usage(input_tokens=request.input_tokens)
+
+    def classify(self, outcome: object) -> Any:
+        raise LookupError("classify")
+
+    def status(self, headers: object, body: object = None, *, age: float = 0.0) -> Any:
+        raise LookupError("status")
+
+
+@pytest.mark.anyio
+class TestRulesThatRaise:
+    async def test_hide_no_error(self, caplog: pytest.LogCaptureFixture) -> None:
+        flow = TokenFlow(Raising())
+        with pytest.raises(OSError, match="the caller's"):
+            async with flow.request(input_tokens=1) as call:
+                assert call.failed(OSError("first")) is None
+                raise OSError("the caller's")
+        assert flow.statistics().outcomes == {"failed": 1}
+        assert "LookupError('classify')" in caplog.text
+
+    @pytest.mark.parametrize(("status", "outcome"), [(200, "reconciled"), (429, "failed")])
+    async def test_end_no_response(
+        self, stack: ModuleType, status: int, outcome: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        flow = TokenFlow(Raising(), counter=ApproximateCounter())
+        below = stack.MockTransport(lambda request: stack.Response(status, content=ANSWER))
+        client = stack.AsyncClient(transport=throttled(stack)(flow, below))
+        assert (await client.post(CHAT, json=chat())).content == ANSWER
+        assert flow.statistics().outcomes == {outcome: 1}
+        assert "LookupError('status')" in caplog.text
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("retry_after", [math.nan, math.inf, -1.0, "soon"])
 async def test_rules_that_ask_for_nonsense(retry_after: Any) -> None:
@@ -453,6 +492,39 @@ class TestTransports:
         async with setting.client.stream("POST", CHAT, json=chat()) as response:
             assert [each async for each in response.aiter_raw()] == [b"not gzip"]
         assert setting.held == (0, 0)
+
+    @pytest.mark.parametrize("parts", [1, 2, 1_000])
+    async def test_an_error_whose_body_is_long(self, stack: ModuleType, parts: int) -> None:
+        """It is handed on when so much of it has come that no more would be looked at."""
+        setting = served(stack, answer(stack, 500, *parts * [b"x" * 40_000]))
+        async with setting.client.stream("POST", CHAT, json=chat()) as response:
+            assert anyio.current_time() == pytest.approx(min(parts, 2))
+            assert setting.outcomes == ["failed"]
+            assert sum([len(each) async for each in response.aiter_raw()]) == parts * 40_000
+        assert setting.held == (0, 0)
+
+    async def test_an_error_whose_body_is_long_is_closed(self, stack: ModuleType) -> None:
+        closed: list[str] = []
+
+        class Endless(stack.AsyncByteStream):  # type: ignore[name-defined,misc]
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                try:
+                    while True:
+                        await checkpoint()
+                        yield b"x" * 9_999
+                finally:
+                    closed.append("generator")
+
+            async def aclose(self) -> None:
+                closed.append("stream")
+
+        async def respond(request: Any) -> Any:
+            return stack.Response(500, stream=Endless())
+
+        setting = served(stack, respond)
+        async with setting.client.stream("POST", CHAT, json=chat()):
+            assert closed == []
+        assert closed == ["generator", "stream"]
 
     async def test_a_refusal_whose_body_never_came(self, stack: ModuleType) -> None:
         setting = served(stack, answer(stack, 429, b"a", b"b", b"c", retry_after="5"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import zlib
 from typing import Any
@@ -161,6 +162,17 @@ class TestHostileResponses:
         found.feed(b'{"data": "' + b"x" * 2_000_000 + b'the \\"usage\\": {broken"}')
         found.finish()
         assert call.charged == []
+
+    def test_what_comes_after_a_compressed_body_is_not_kept(self) -> None:
+        _, call = meter()
+        found = Compressed(Document(call.reconcile), readable=True)
+        found.feed(gzip.compress(b'{"usage": {"input_tokens": 5}}') + b"x")
+        for _ in range(100):
+            found.feed(b"x" * 1_000)
+        assert found._zlib is not None
+        assert found._zlib.unused_data == b"x"
+        found.finish()
+        assert call.charged == [Usage(input_tokens=5)]
 
     def test_compressed_anywhere(self) -> None:
         _, call = meter()

@@ -150,6 +150,12 @@ class TestBounds:
             with pytest.raises((TypeError, ValueError), match=name):
                 TokenFlow().map(double, [], **{name: wrong})
 
+    def test_what_is_no_worker_or_no_input(self) -> None:
+        with pytest.raises(TypeError, match="worker must be an async function of one item, not 5"):
+            TokenFlow().map(5, [])  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="items must be an iterable or an async one, not 5"):
+            TokenFlow().map(double, 5)  # type: ignore[arg-type]
+
     def test_an_unknown_order(self) -> None:
         with pytest.raises(ValueError, match="order"):
             TokenFlow().map(double, [], order="random")  # type: ignore[arg-type]

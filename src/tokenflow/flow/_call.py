@@ -231,7 +231,7 @@ class Call:
         stays charged.
         """
         ticket = self._held()
-        refusal = ticket.rules.classify(outcome)
+        refusal = self._classified(outcome)
         self._refusal = refusal
         self._error = outcome if isinstance(outcome, BaseException) else None
         if refusal is None or (self._meter is not None and self._meter.output_tokens):
@@ -275,9 +275,21 @@ class Call:
         if headers is None:
             return
         age = max(0.0, _now() - self._started)
-        status = ticket.rules.status(headers, body, age=age)
+        try:
+            status = ticket.rules.status(headers, body, age=age)
+        except Exception as error:  # by rules of the user's own
+            log(logging.ERROR, "the rules %r raised %r", ticket.rules, error)
+            return
         for limiter in self._told():
             limiter.observe(status, tenant=ticket.tenant)
+
+    def _classified(self, outcome: object) -> Refusal | None:
+        rules = self._held().rules
+        try:
+            return rules.classify(outcome)
+        except Exception as error:  # which would hide the caller's own
+            log(logging.ERROR, "the rules %r raised %r", rules, error)
+            return None
 
     def _told(self) -> Iterable[TokenRateLimiter]:
         ticket = self._held()

@@ -165,6 +165,10 @@ class MapResults(Generic[T, R]):
     ) -> None:
         if order not in ("completed", "input"):
             raise ValueError(f'order must be "completed" or "input", not {order!r}')
+        if not callable(worker):
+            raise TypeError(f"worker must be an async function of one item, not {worker!r}")
+        if not isinstance(items, (Iterable, AsyncIterable)):
+            raise TypeError(f"items must be an iterable or an async one, not {items!r}")
         self._worker = worker
         self._items = items
         self._classify = classify

@@ -317,7 +317,7 @@ class Compressed:
                 self.feed(data)
 
     def _inflate(self, data: bytes) -> None:
-        while self._zlib is not None and data:
+        while self._zlib is not None and data and not self._zlib.eof:  # it would keep the rest
             self._plain.feed(self._zlib.decompress(data, _INFLATED))
             data = self._zlib.unconsumed_tail
 

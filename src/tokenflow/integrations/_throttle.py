@@ -13,7 +13,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self, final
 from weakref import finalize
 
 from anyio import to_thread
@@ -37,6 +37,7 @@ from ._bodies import Reader, Unread, described, only_counts, parsed, reader
 __all__ = ["MeteredBody", "Throttle"]
 
 _IN_LOOP: Final = 1 << 19  # bytes of JSON: some milliseconds
+_LONGEST_ERROR: Final = 1 << 16  # bytes that are looked at
 _READABLE: Final = "gzip, deflate"
 _BODILESS: Final = (204, 205)  # by what they mean; any other may have lost its body on the way
 
@@ -121,13 +122,24 @@ class Throttle:
             if response.is_closed:
                 raw = _content(response)
             else:
-                raw = b"".join([chunk async for chunk in response.stream])
-                await response.stream.aclose()
-                response.stream = self._response(200, content=raw).stream
+                raw = await self._head(response)
         finally:  # what its head says counts, whatever becomes of its body
             refusal = call.failed(self._copy(response, headers, raw))
             if refusal is not None and refusal.kind in ("too_large", "exhausted"):
                 response.headers["x-should-retry"] = "false"  # else an SDK would, in vain
+
+    async def _head(self, response: Any) -> bytes:
+        """Its body, or the begin of one that is long; whoever has the response can read it all."""
+        head = bytearray()
+        rest = self._body(response.stream, Unread(), _nothing)
+        async for chunk in rest:
+            head += chunk
+            if len(head) > _LONGEST_ERROR:
+                response.stream = self._body(_Joined(bytes(head), rest), Unread(), _nothing)
+                return bytes(head)
+        await rest.aclose()
+        response.stream = self._response(200, content=bytes(head)).stream
+        return bytes(head)
 
     def _copy(self, response: Any, headers: Any, raw: bytes) -> Any:
         """One that can be looked into."""
@@ -234,6 +246,29 @@ class Source(Protocol):
     def __aiter__(self) -> AsyncIterator[bytes]: ...
 
     async def aclose(self) -> None: ...
+
+
+def _nothing(error: BaseException | None) -> None:
+    """The end of what has been settled already."""
+
+
+@final
+class _Joined:
+    """What has been read of a body, and the rest of it."""
+
+    __slots__ = ("_head", "_rest")
+
+    def __init__(self, head: bytes, rest: Source) -> None:
+        self._head = head
+        self._rest = rest
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._head
+        async for chunk in self._rest:
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._rest.aclose()
 
 
 class MeteredBody:
