@@ -511,6 +511,13 @@ class TestWhatIsReserved:
         with pytest.raises(TypeError, match="one of messages, prompt and input_tokens"):
             TokenFlow().request(**inputs)
 
+    @pytest.mark.parametrize("kind", [str, bytes, dict])
+    def test_what_is_no_list_of_messages(self, kind: Any) -> None:
+        with pytest.raises(
+            TypeError, match=f"messages must be a list of them, not a {kind.__name__}"
+        ):
+            TokenFlow().request(messages=kind())
+
     @pytest.mark.parametrize(
         "wrong", [{"input_tokens": -1}, {"input_tokens": True}, {"choices": 0}]
     )

@@ -111,6 +111,8 @@ async def test_affinity_region_and_exclude_reach_the_router() -> None:
     )
     flow = TokenFlow(router=router)
     assert await go(flow, exclude=["a", "b"]) == "c"
+    with pytest.raises(TypeError, match="exclude must be a collection of replicas' names"):
+        await go(flow, exclude="ab")
     with call_options(region="eu"):
         assert await go(flow) == "a"
         assert await go(flow, region="us") in "bc"

@@ -126,11 +126,15 @@ class TokenFlow:
             UnknownModel: no pattern matches the model.
             RequestTooLarge, NoReplica: it can never go.
             QueueFull, WaitTimeout: not now; see `max_waiting` and `max_wait`.
-            TypeError, ValueError: none or several of the three inputs, no counts.
+            TypeError, ValueError: none or several of the three inputs, no counts, or
+                what no limiter takes.
         """
         given = sum(each is not None for each in (messages, prompt, input_tokens))
         if given != 1:
             raise TypeError(f"a call has one of messages, prompt and input_tokens, not {given}")
+        if isinstance(messages, (str, bytes, Mapping)):
+            kind = type(messages).__name__
+            raise TypeError(f"messages must be a list of them, not a {kind}: a text is a prompt")
         if messages is not None:
             messages = list(messages)
         said = current_options()
@@ -150,7 +154,7 @@ class TokenFlow:
             "affinity": said.affinity if affinity is None else affinity,
             "region": said.region if region is None else region,
         }
-        if exclude := tuple(exclude):
+        if exclude := exclude if isinstance(exclude, str) else tuple(exclude):
             options["exclude"] = exclude
         count = None
         if messages is not None:
