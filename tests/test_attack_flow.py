@@ -841,6 +841,8 @@ async def posts(books: Books) -> None:
             if path == "/refused":
                 body = Body(b'{"er', b'ror": 1}')
                 return stack.Response(429, headers={"retry-after": "2"}, stream=body)
+            if path == "/broken":
+                return stack.Response(500, stream=Body(b"x" * 70_000, b"y"))
             if path == "/moved":
                 headers = {"location": "http://fake/stream"}
                 return stack.Response(307, headers=headers, stream=Body(b""))
@@ -849,7 +851,7 @@ async def posts(books: Books) -> None:
 
     transport = throttled(stack)(books.flow, Below())
     client = stack.AsyncClient(transport=transport, timeout=None, follow_redirects=True)
-    for path in ("moved", "refused", "stream"):
+    for path in ("moved", "refused", "broken", "stream"):
         await client.post(f"http://fake/{path}", json=chat(max_tokens=30))
     async with books.flow.request(input_tokens=10, max_output_tokens=10):
         await client.post("http://fake/moved", json=chat(max_tokens=30))
