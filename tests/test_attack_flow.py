@@ -493,6 +493,26 @@ class TestTransports:
             assert [each async for each in response.aiter_raw()] == [b"not gzip"]
         assert setting.held == (0, 0)
 
+    @pytest.mark.parametrize("where", ["read below", "packed otherwise"])
+    async def test_a_refusal_whose_headers_are_not_ascii(
+        self, stack: ModuleType, where: str
+    ) -> None:
+        headers = [(b"x-why", b"f\xfcr"), (b"retry-after", b"5"), (b"content-encoding", b"gzip")]
+
+        async def body() -> AsyncIterator[bytes]:
+            yield b"not gzip"
+
+        async def respond(request: Any) -> Any:
+            if where == "packed otherwise":
+                return stack.Response(429, headers=headers, content=body())
+            return stack.Response(429, headers=headers[:2], content=b"whole")
+
+        setting = served(stack, respond)
+        async with setting.client.stream("POST", CHAT, json=chat()) as response:
+            assert response.headers["x-why"] == "f\xfcr"
+        assert setting.outcomes == ["refused"]
+        assert setting.quotas.statistics().quotas[0].paused_for > 0
+
     @pytest.mark.parametrize("parts", [1, 2, 1_000])
     async def test_an_error_whose_body_is_long(self, stack: ModuleType, parts: int) -> None:
         """It is handed on when so much of it has come that no more would be looked at."""

@@ -93,7 +93,7 @@ class Throttle:
         end: Callable[[BaseException | None], None],
     ) -> Any:
         is_read = response.is_closed  # below, or it was made whole, as mocks do
-        headers = {**response.headers, "content-encoding": ""} if is_read else response.headers
+        headers = _unpacked(response.headers) if is_read else response.headers
         if response.status_code >= 300:
             if response.status_code < 400:
                 call.redirected()
@@ -146,7 +146,7 @@ class Throttle:
         try:
             return self._response(response.status_code, headers=headers, content=raw)
         except Exception:  # it is not packed as it says
-            return self._response(response.status_code, headers={**headers, "content-encoding": ""})
+            return self._response(response.status_code, headers=_unpacked(headers))
 
     def _answer(self, error: TokenflowError) -> Any:
         """An answer in the server's place, in the shape that SDKs know."""
@@ -219,6 +219,13 @@ def _aimed_at(target: object, request: Any) -> Iterator[None]:
         yield
     finally:  # whoever sends the same request again may be sent elsewhere
         request.url, request.headers["host"] = asked, host
+
+
+def _unpacked(headers: Any) -> Any:
+    """Those of the same body, not compressed; a copy that keeps what is not ASCII."""
+    headers = headers.copy()
+    headers.pop("content-encoding", None)
+    return headers
 
 
 def _content(response: Any) -> bytes:

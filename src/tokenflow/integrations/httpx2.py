@@ -62,6 +62,9 @@ class ThrottledTransport(httpx2.AsyncBaseTransport):
     Inside an open `flow.request` of the same flow the first POST, and what it is redirected
     to, settles that call; another one, or a second attempt, is a call of its own.
 
+    With a router whose replicas' targets are URLs, a request goes to the one chosen; the
+    path in its URL is put before that of the request, unless it is there already.
+
     Args:
         flow_or_limits: A `TokenFlow`, or whatever it takes as limits.
         transport: What sends; by default one of httpx2 without a bound on connections,
