@@ -132,7 +132,7 @@ class TokenFlow:
         given = sum(each is not None for each in (messages, prompt, input_tokens))
         if given != 1:
             raise TypeError(f"a call has one of messages, prompt and input_tokens, not {given}")
-        if isinstance(messages, (str, bytes, Mapping)):
+        if isinstance(messages, (str, bytes, dict)):
             kind = type(messages).__name__
             raise TypeError(f"messages must be a list of them, not a {kind}: a text is a prompt")
         if messages is not None:
