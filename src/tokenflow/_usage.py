@@ -103,8 +103,7 @@ class Usage:
     max_output_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            value = getattr(self, name)
+        for name, value in zip(_COUNTS, _counts_of(self), strict=True):
             if type(value) is not int or value < 0:
                 object.__setattr__(self, name, token_count(value, name))
         if self.max_output_tokens is not None:
@@ -165,6 +164,7 @@ class Usage:
 
 
 _COUNTS = ("input_tokens", "output_tokens", "cached_tokens", "cache_write_tokens", "requests")
+_counts_of = operator.attrgetter(*_COUNTS)
 
 
 @final

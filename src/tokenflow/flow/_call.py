@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self, TypeVar, final
 
 from tokenflow._errors import TokenflowError
 from tokenflow._refusal import Refusal
-from tokenflow._run import current_run
+from tokenflow._run import OUTSIDE, Run, current_run
 from tokenflow._usage import Request, Usage, known_seconds
 from tokenflow._wire import is_cut_off
 from tokenflow.estimation import TokenCounter
@@ -64,7 +64,7 @@ class CallEvent:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Ticket:
     """What a call asks its limits with."""
 
@@ -125,6 +125,7 @@ class Call:
         "_outcome",
         "_prepare",
         "_refusal",
+        "_run",
         "_started",
         "_ticket",
         "_truncated",
@@ -143,6 +144,7 @@ class Call:
         self._truncated = False
         self._meter: Meter | None = None
         self._before: Call | None = None
+        self._run: Run = OUTSIDE
         self._started = math.nan
 
     # -- what it is --------------------------------------------------------
@@ -260,7 +262,7 @@ class Call:
         ticket = self._held()
         if headers is None:
             return
-        age = max(0.0, _now() - self._started)
+        age = max(0.0, self._now() - self._started)
         status = ticket.rules.status(headers, body, age=age)
         for limiter in self._told():
             limiter.observe(status, tenant=ticket.tenant)
@@ -310,7 +312,8 @@ class Call:
             self._flow._tell(_not_admitted(ticket, error))
             raise
         self._ticket = ticket
-        self._started = _now()
+        self._run = current_run() or OUTSIDE
+        self._started = self._now()
         return self
 
     async def __aenter__(self) -> Self:
@@ -369,6 +372,10 @@ class Call:
             except Exception as error:
                 log(logging.ERROR, "the estimator %r raised %r", self._flow.estimator, error)
 
+    def _now(self) -> float:
+        """By the clock of the run that it began in."""
+        return self._run.now_or_after()
+
     def _report(self) -> None:
         ticket = self._held()
         charged = _NOTHING if self._outcome == "unsent" else self.usage
@@ -383,7 +390,7 @@ class Call:
                 estimated=ticket.estimated,
                 charged=charged,
                 waited=self.waited,
-                seconds=_now() - self._started,
+                seconds=self._now() - self._started,
                 replica=getattr(self.replica, "name", None),
                 refusal=self._refusal,
                 error=self._error,
@@ -424,8 +431,3 @@ def _is_the_servers(refusal: Refusal | None, outcome: object) -> bool:
         return refusal.kind == "unsent" and not isinstance(outcome, TokenflowError)
     status = getattr(getattr(outcome, "response", outcome), "status_code", None)
     return isinstance(status, int) and status >= 500
-
-
-def _now() -> float:
-    run = current_run()
-    return math.nan if run is None else run.now()

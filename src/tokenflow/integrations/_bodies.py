@@ -7,12 +7,13 @@ the two ends are kept. Whatever the bytes, nothing here raises.
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol, final
 
-from tokenflow._usage import Request
+from tokenflow._wire import read_settings
 from tokenflow.flow import Meter
 
 __all__ = ["Reader", "Unread", "described", "parsed", "reader"]
@@ -23,7 +24,9 @@ _LONGEST_LINE: Final = 1 << 20
 _INFLATED: Final = 1 << 20  # so much is unpacked at a time, whatever is packed in it
 _BOM: Final = b"\xef\xbb\xbf"
 _BYTES_PER_TOKEN: Final = 3
-_NO_OUTPUT: Final = ("embed", "moderation", "rerank", "/images/", "/audio/")  # in tokens
+_NO_OUTPUT: Final = re.compile(
+    "embed|moderation|rerank|/images/|/audio/", re.IGNORECASE
+)  # in tokens
 _LAST: Final = ("message_stop", "response.completed", "response.incomplete", "response.failed")
 
 Body = dict[str, Any]
@@ -34,10 +37,11 @@ Body = dict[str, Any]
 
 def parsed(content: bytes) -> Any:
     """JSON, or None where it is none."""
-    try:
+    with suppress(ValueError, RecursionError):
+        return json.loads(content.decode())  # as nearly all is: saves asking how it is encoded
+    with suppress(ValueError, RecursionError):
         return json.loads(content)
-    except (ValueError, RecursionError):
-        return None
+    return None
 
 
 def described(path: str, content: bytes, is_json: bool, body: Any) -> dict[str, Any]:
@@ -49,13 +53,9 @@ def described(path: str, content: bytes, is_json: bool, body: Any) -> dict[str, 
     if not isinstance(body, dict):
         size = -(-len(content) // _BYTES_PER_TOKEN) if is_json else 0
         return {"input_tokens": size, "max_output_tokens": 0}
-    asked = Request.from_body(body, input_tokens=0)
-    options: dict[str, Any] = {
-        "model": asked.model or _model_in(path),
-        "max_output_tokens": asked.max_output_tokens,
-        "choices": asked.choices,
-    }
-    if any(kind in path.lower() for kind in _NO_OUTPUT):
+    options: dict[str, Any] = {**read_settings(body)}
+    options["model"] = options["model"] or _model_in(path)
+    if _NO_OUTPUT.search(path):
         options |= {"max_output_tokens": 0, "choices": 1}
     found = _input(body, path)
     if found is None:

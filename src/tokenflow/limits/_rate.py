@@ -155,10 +155,20 @@ class _Ledgers:
     A tenant's gate also lives as long as a lease or a waiter refers to it.
     """
 
-    __slots__ = ("_known", "_limit", "_paused_until", "_run", "_sweep_at", "_turnstiles", "quota")
+    __slots__ = (
+        "_known",
+        "_limit",
+        "_paused_until",
+        "_run",
+        "_sweep_at",
+        "_turnstiles",
+        "_units",
+        "quota",
+    )
 
     def __init__(self, quota: Quota) -> None:
         self.quota = quota
+        self._units = (quota.name, unit_name(quota.of))
         self._limit = quota.limit
         self._paused_until, self._run = -math.inf, OUTSIDE
         # Turnstiles, and not gates: they know by which clock a gate goes.
@@ -228,9 +238,7 @@ class _Ledgers:
         return shown
 
     def matches(self, status: QuotaStatus) -> bool:
-        quota = self.quota
-        units = (quota.name, unit_name(quota.of))
-        return status.of in units and status.per in (None, quota.per)
+        return status.of in self._units and status.per in (None, self.quota.per)
 
     def _new(self, key: Hashable) -> Turnstile:
         if len(self._turnstiles) >= self._sweep_at:
@@ -361,16 +369,19 @@ class TokenRateLimiter(Limiter):
         if not isinstance(status, RateLimitStatus):
             raise TypeError(f"observe takes a RateLimitStatus, not {status!r}")
         age = known_seconds(status.age) or 0.0
-        for quota_status in status.quotas:
-            ledgers = self._observed(quota_status)
-            if ledgers is not None:
-                guard(islice(ledgers, 1))  # before a gate is made for a new tenant
-                gate = ledgers.gate(tenant)
-                now = guard([gate]).now()
-                largest = gate.largest()
-                gate.observe(quota_status, now, age)
-                lowered, raised = gate.largest() < largest, gate.largest() > largest
-                changed([gate], now, lowered=lowered, raised=raised)
+        observed = [(each, self._observed(each)) for each in status.quotas]
+        if self._by_tenant():  # before a gate is made for a new tenant
+            guard(gate for _, ledgers in observed for gate in islice(ledgers or (), 1))
+        told = [(each, ledgers.gate(tenant)) for each, ledgers in observed if ledgers is not None]
+        gates = [gate for _, gate in told]
+        if gates:
+            now = guard(gates).now()
+            before = [gate.largest() for gate in gates]
+            for each, gate in told:
+                gate.observe(each, now, age)
+            moved = [(gate.largest(), largest) for gate, largest in zip(gates, before, strict=True)]
+            lowered, raised = any(a < b for a, b in moved), any(a > b for a, b in moved)
+            changed(gates, now, lowered=lowered, raised=raised)
         if pause := known_seconds(status.retry_after):
             self.pause(pause)
 
