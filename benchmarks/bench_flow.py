@@ -205,11 +205,12 @@ def overhead(calls: int) -> str:
     seconds: dict[str, list[float]] = {"bare": [], "throttled": []}
 
     async def measure() -> None:
-        provider = FakeProvider.openai(first_token_seconds=0.0, tokens_per_second=1e9, output=20)
-        below = provider.transport(httpx2)
-        flow = TokenFlow(
-            providers.openai(tpm=2_000_000_000, rpm=10_000_000), counter=ApproximateCounter(4.0)
+        quotas = {"tpm": 2_000_000_000, "rpm": 10_000_000}
+        provider = FakeProvider.openai(
+            **quotas, first_token_seconds=0.0, tokens_per_second=1e9, output=20
         )
+        below = provider.transport(httpx2)
+        flow = TokenFlow(providers.openai(**quotas), counter=ApproximateCounter(4.0))
         body = {"model": "gpt-5", "messages": [{"role": "user", "content": "hello " * 100}]}
         transports = {"bare": below, "throttled": ThrottledTransport(flow, below)}
         clients = {name: httpx2.AsyncClient(transport=each) for name, each in transports.items()}
@@ -241,7 +242,8 @@ def main() -> None:
             "## Whole calls",
             NOTE,
             quotas(calls),
-            f"{environment()} Medians of the CPU time of single calls, and of the difference between one and the next.",
+            f"{environment()} Medians of the CPU time of single calls, and of the differences "
+            "between one and the next.",
             overhead(300 if options.quick else 3_000),
         ]
     )

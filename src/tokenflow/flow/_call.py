@@ -19,7 +19,7 @@ from tokenflow._errors import TokenflowError
 from tokenflow._refusal import Refusal
 from tokenflow._run import OUTSIDE, Run, current_run
 from tokenflow._usage import Request, Usage, known_seconds
-from tokenflow._wire import is_cut_off
+from tokenflow._wire import is_cut_off, read_usage
 from tokenflow.estimation import TokenCounter
 from tokenflow.limits import Lease, TokenRateLimiter
 from tokenflow.limits._lease import log
@@ -278,7 +278,7 @@ class Call:
         if type(actual) is int:
             known = min(self.request.input_tokens, actual)
             return Usage(input_tokens=known, output_tokens=actual - known)
-        return Usage.from_response(actual)
+        return read_usage(actual)
 
     def _hold_back(self, refusal: Refusal | None, outcome: object) -> None:
         """Nobody else is to run into the same wall."""
