@@ -696,7 +696,7 @@ async def test_a_lease_that_was_never_sent_gives_everything_back() -> None:
     assert used(limiter) == [100]
 
 
-async def test_reserved_charges_the_declared_maximum_and_never_credits() -> None:
+async def test_reserved_charges_the_declared_maximum_and_never_credits_it() -> None:
     limiter = TokenRateLimiter(Quota(1000, settle="reserved"))
     usage = Usage(input_tokens=10, output_tokens=5, max_output_tokens=80)
     async with limiter.reserve(usage) as lease:
@@ -705,8 +705,43 @@ async def test_reserved_charges_the_declared_maximum_and_never_credits() -> None
         assert used(limiter) == [90]
         lease.progress(Usage(input_tokens=10, output_tokens=60))
         assert used(limiter) == [90]
+        lease.reconcile(Usage(input_tokens=15, output_tokens=60))
+        assert used(limiter) == [95]
         lease.reconcile(Usage(input_tokens=10, output_tokens=120))
     assert used(limiter) == [130]
+
+
+async def test_reserved_settles_at_the_truth_what_declared_nothing() -> None:
+    """Its server never counted the estimate."""
+    limiter = TokenRateLimiter(Quota(1000, settle="reserved"))
+    async with anyio.create_task_group() as tasks:
+        async with limiter.reserve(Usage(input_tokens=600, output_tokens=300)) as lease:
+            admitted = await start(tasks, limiter, [250])
+            lease.progress(Usage(input_tokens=600, output_tokens=350))
+            lease.reconcile(Usage(input_tokens=600, output_tokens=140))
+            assert used(limiter) == [990]
+            lease.reconcile(Usage(input_tokens=600, output_tokens=10))
+    assert (admitted, used(limiter)) == ([(0, 250)], [860])
+
+
+async def test_reserved_never_credits_a_total_that_says_nothing_of_a_maximum() -> None:
+    for asked, actual in ((90, Usage(input_tokens=9)), (Usage(input_tokens=90), 9), (90, 9)):
+        limiter = TokenRateLimiter(Quota(1000, settle="reserved"))
+        with limiter.acquire_nowait(asked) as lease:
+            lease.reconcile(actual)
+            lease.reconcile(actual)
+            assert used(limiter) == [90]
+            lease.reconcile(Usage(input_tokens=130))
+        assert used(limiter) == [130]
+
+
+async def test_a_refused_call_tried_again_counts_its_declared_maximum_again() -> None:
+    limiter = TokenRateLimiter(Quota(1000, settle="reserved"))
+    with limiter.acquire_nowait(Usage(input_tokens=10, max_output_tokens=80)) as lease:
+        lease.refused()
+        assert used(limiter) == [0]
+        lease.reconcile(Usage(input_tokens=10, output_tokens=3))
+    assert used(limiter) == [90]
 
 
 async def test_reserved_gives_back_what_was_never_sent() -> None:

@@ -337,17 +337,6 @@ def test_a_credit_is_never_more_than_what_is_still_there() -> None:
     assert gate.used == 15
 
 
-def test_reserved_never_credits_but_charges_an_overrun() -> None:
-    gate = WindowGate(LIMIT, PER, settle="reserved")
-    charge = gate.charge(60, 0.0)
-    charge = gate.correct(charge, 10, 1.0)
-    assert gate.used == 60
-    charge = gate.correct(charge, 130, 2.0)
-    assert gate.used == 130
-    gate.undo(charge, 2.0)
-    assert gate.used == 0
-
-
 def test_leeway_is_added_to_the_period() -> None:
     gate = WindowGate(LIMIT, PER, leeway=0.5)
     gate.charge(LIMIT, 0.0)

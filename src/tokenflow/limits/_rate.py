@@ -51,9 +51,10 @@ class Quota:
             limit / per (the generic cell rate algorithm). A larger call goes when the
             schedule is clear, and delays what follows. None: a whole period's
             worth may go in its first second.
-        settle: "actual" corrects a charge to what was really used. "reserved"
-            never credits, and counts a call's `max_output_tokens` where that is
-            more: for providers that charge the declared maximum at arrival.
+        settle: "actual" corrects a charge to what was really used. "reserved" counts
+            a call's `max_output_tokens` where that is more, and never credits that: for
+            providers that charge the declared maximum at arrival. A call that declared
+            none, as a Usage, is corrected to what was really used there too.
         leeway: Seconds added to `per`, for network jitter on the way to a server
             that counts for itself.
         name: For `set_limit`, `observe` and `statistics`; by default `of`.

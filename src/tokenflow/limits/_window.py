@@ -96,7 +96,6 @@ class WindowGate:
         "_opened",
         "_others",
         "_paused_until",
-        "_settle",
         "_stale_at",
         "_told",
         "_width",
@@ -106,6 +105,7 @@ class WindowGate:
         "cost",
         "of",
         "per",
+        "settle",
         "used",
     )
 
@@ -129,7 +129,7 @@ class WindowGate:
         self.of: str = unit_name(of)
         self.per: float = positive_seconds(per, "per")
         self.used: int = 0
-        self._settle = settle
+        self.settle: Settle = settle  # for leases, who know what a call declared
         self._window = self.per + finite_seconds(leeway, "leeway")
         self._width = self._window / _SLOTS
         self._youngest: list[float] = []  # of each slot, the time of its last charge
@@ -232,7 +232,7 @@ class WindowGate:
         if over > 0:
             self._expire(now)
             return self._merge(self._without_gone(charge), self.charge(over, now))
-        if over == 0 or self._settle == "reserved":
+        if over == 0:
             return charge
         return self._credit(charge, -over, now)
 
