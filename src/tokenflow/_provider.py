@@ -174,8 +174,8 @@ class Provider:
         declared = request.max_output_tokens
         if declared is None:
             declared = self.assumed_output_tokens
-        if declared is not None and self.repeats_input and declared:
-            declared = max(declared, request.input_tokens)
+        if self.repeats_input and (declared or request.choices > 1):
+            declared = max(declared or 0, request.input_tokens)
         return Usage(
             input_tokens=request.input_tokens,
             output_tokens=output_tokens,
