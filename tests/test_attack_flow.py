@@ -123,6 +123,24 @@ class TestWhatACallIsCharged:
                     await anext(tracked)
         assert limited.used == (tokens, 1)
 
+    @pytest.mark.parametrize("wrong", [ZeroDivisionError(), -1, None, 1.5])
+    async def test_a_counter_that_fails_in_the_middle(
+        self, wrong: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Failing:
+            def count(self, text: str) -> Any:
+                if isinstance(wrong, Exception):
+                    raise wrong
+                return wrong
+
+        in_flight = TokenSemaphore(10_000)
+        flow = TokenFlow(in_flight, counter=Failing(), estimator=TaskEstimator(default=10))
+        async with flow.request(input_tokens=5) as call:
+            chunks = [each async for each in call.track(stream(chunk("a" * 40), chunk("b" * 40)))]
+            assert len(chunks) == 2
+            assert call.usage.output_tokens == 20  # 4 bytes each
+        assert caplog.text.count("in a stream") == 1
+
     async def test_progress_by_a_total(self) -> None:
         limited = Limited()
         async with limited.request() as call:
@@ -463,6 +481,24 @@ class TestTransports:
         assert asked == [("https://b.example/base/v1/x", "b.example")] * 2
         assert (str(request.url), request.headers["host"]) == ("http://any/v1/x", "any")
 
+    @pytest.mark.parametrize("location", ["/base/v1/y?z=1", "https://b.example/base/v1/y?z=1"])
+    async def test_a_redirect_to_an_address_of_the_replicas(
+        self, stack: ModuleType, location: str
+    ) -> None:
+        asked = []
+
+        class Below(stack.AsyncBaseTransport):  # type: ignore[name-defined,misc]
+            async def handle_async_request(self, request: Any) -> Any:
+                asked.append(str(request.url))
+                is_first = len(asked) == 1
+                return stack.Response(307 if is_first else 200, headers={"location": location})
+
+        router = TokenRouter([Replica("a", target="https://b.example/base/")])
+        transport = throttled(stack)(TokenFlow(router=router), Below())
+        async with stack.AsyncClient(transport=transport, follow_redirects=True) as client:
+            await client.post("http://any/v1/x", json={})
+        assert asked == ["https://b.example/base/v1/x", "https://b.example/base/v1/y?z=1"]
+
     async def test_an_upload_is_not_read_before_it_is_sent(self, stack: ModuleType) -> None:
         sent: list[str] = []
 
@@ -541,7 +577,7 @@ class TestBodies:
     TRUTH = Usage(input_tokens=9, output_tokens=7)
 
     @pytest.mark.parametrize("size", [1, 3, 1_000])
-    @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+    @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
     def test_an_event_of_many_lines(self, end: bytes, size: int) -> None:
         """As a proxy sends it that formats JSON."""
         lines = json.dumps(json.loads(LAST[5:]), indent=1).encode().split(b"\n")
@@ -550,6 +586,7 @@ class TestBodies:
         events = Events(measured)
         for i in range(0, len(raw), size):
             events.feed(raw[i : i + size])
+            events.feed(b"")
         events.finish()
         assert call.charged[-1] == self.TRUTH
 

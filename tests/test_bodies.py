@@ -67,9 +67,27 @@ class TestHostileRequests:
         options = described("/", content, True, None)
         assert options == {"input_tokens": -(-len(content) // 3), "max_output_tokens": 0}
 
-    @pytest.mark.parametrize("path", ["/v1/moderations", "/v2/rerank", "/v1/audio/speech"])
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "/v1/moderations",
+            "/v2/rerank",
+            "/v1/audio/speech",
+            "/v1/images/generations",
+            "/openai/deployments/mine/embeddings",
+            "/model/cohere.embed-english-v3/invoke",
+        ],
+    )
     def test_what_generates_no_tokens(self, path: str) -> None:
-        assert described(path, b"{}", True, {"input": "abc"})["max_output_tokens"] == 0
+        body = {"input": "abc", "n": 4}
+        described_as = described(path, b"{}", True, body)
+        assert (described_as["max_output_tokens"], described_as["choices"]) == (0, 1)
+
+    @pytest.mark.parametrize(
+        "path", ["/openai/deployments/embedder/chat/completions", "/images/v1/chat/completions"]
+    )
+    def test_what_generates_tokens_under_a_name_that_sounds_otherwise(self, path: str) -> None:
+        assert described(path, b"{}", True, {"input": "abc"})["max_output_tokens"] is None
 
     @pytest.mark.parametrize(
         ("path", "model"),

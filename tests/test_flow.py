@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from tokenflow import (
     HistoricalEstimator,
     QueueFull,
     Quota,
+    Request,
     RequestTooLarge,
     TaskEstimator,
     TiktokenCounter,
@@ -219,6 +222,57 @@ class TestWaysOut:
         assert (limited.held, limited.used) == (0, (0, 0))
         assert limited.outcomes == ["not admitted"]
 
+    @pytest.mark.parametrize("stage", ["model", "counter", "rules", "estimator"])
+    async def test_what_cannot_be_counted_or_estimated(self, stage: str) -> None:
+        class Broken:
+            def count(self, text: str) -> int:
+                raise ZeroDivisionError
+
+            def estimate(self, request: Request) -> Any:
+                raise ZeroDivisionError
+
+            def observe(self, request: Request, tokens: int, *, truncated: bool = False) -> None:
+                pytest.fail("nothing was generated")
+
+        events: list[CallEvent] = []
+        flow = TokenFlow(
+            {"gpt-*": TokenSemaphore(10)},
+            counter=Broken() if stage == "counter" else ApproximateCounter(),
+            estimator=Broken() if stage == "estimator" else None,
+            observers=[events.append],
+        )
+        rules: Any = object() if stage == "rules" else None
+        model = "claude" if stage == "model" else "gpt-5"
+        with pytest.raises((UnknownModel, ZeroDivisionError, AttributeError)) as caught:
+            await flow.request(prompt="a", model=model, tenant="acme", rules=rules).begin()
+        (event,) = events
+        assert (event.outcome, event.error) == ("not admitted", caught.value)
+        assert (event.tenant, event.request.model) == ("acme", model)
+        assert event.estimated == event.charged == Usage(requests=0)
+        assert flow.statistics().outcomes == {"not admitted": 1}
+
+    async def test_cancelled_while_it_is_counted(self) -> None:
+        class Slow:
+            def _ready(self) -> bool:
+                return False
+
+            def count(self, text: str) -> int:
+                started.set()
+                done.wait(10)
+                return 1
+
+        started, done = threading.Event(), threading.Event()
+        events: list[CallEvent] = []
+        flow = TokenFlow(TokenSemaphore(10), counter=Slow(), observers=[events.append])
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(flow.request(prompt="a").begin)
+            await anyio.to_thread.run_sync(started.wait, 10)
+            tasks.cancel_scope.cancel()
+        done.set()
+        assert [event.outcome for event in events] == ["not admitted"]
+        assert isinstance(events[0].error, anyio.get_cancelled_exc_class())
+        assert flow.statistics().outcomes == {"not admitted": 1}
+
     async def test_left_without_a_word(self) -> None:
         limited = Limited()
         async with limited.request():
@@ -415,6 +469,30 @@ class TestWhatIsReserved:
         async with limited.request() as call:
             assert (call.lease.tenant, call.request.task) == (None, None)
 
+    @pytest.mark.parametrize(
+        ("wrong", "error", "says"),
+        [
+            ({"max_wait": -1}, ValueError, "max_wait must be >= 0 seconds, not -1"),
+            ({"max_wait": math.nan}, ValueError, "max_wait must be >= 0 seconds, not nan"),
+            ({"max_wait": "1"}, TypeError, "max_wait must be a number of seconds or None"),
+            ({"priority": "x"}, TypeError, "priority must be an int"),
+            ({"priority": ""}, TypeError, "priority must be an int"),
+            ({"priority": True}, TypeError, "priority must be an int"),
+            ({"tenant": []}, TypeError, r"tenant must be hashable, not \[\]"),
+            ({"affinity": ([],)}, TypeError, r"affinity must be hashable, not \(\[\],\)"),
+            ({"region": 1}, TypeError, "region must be a str or None, not 1"),
+            ({"task": []}, TypeError, r"task must be a str or None, not \[\]"),
+        ],
+    )
+    async def test_hostile_options_are_refused_where_they_are_said(
+        self, wrong: dict[str, Any], error: type[Exception], says: str
+    ) -> None:
+        with call_options(tenant="acme", max_wait=math.inf):
+            with pytest.raises(error, match=says), call_options(**wrong):
+                pytest.fail("entered")
+            async with Limited().request() as call:
+                assert call.lease.tenant == "acme"
+
     async def test_too_large_and_full(self) -> None:
         limited = Limited()
         with pytest.raises(RequestTooLarge):
@@ -468,9 +546,23 @@ class TestModels:
             await flow.request(input_tokens=1, model="claude").__aenter__()
         assert raised.value.model == "claude"
 
-    def test_no_pattern_is_an_error(self) -> None:
-        with pytest.raises(ValueError, match="no pattern at all"):
-            TokenFlow({})
+    @pytest.mark.parametrize(
+        ("wrong", "error", "says"),
+        [
+            ({"limits": {}}, ValueError, "no pattern at all in limits"),
+            ({"counter": {}}, ValueError, "no pattern at all in counter"),
+            ({"limits": {1: None}}, TypeError, "a pattern in limits must be a str, not 1"),
+            ({"counter": {None: ApproximateCounter()}}, TypeError, "a pattern in counter"),
+            ({"limits": [None]}, TypeError, r"limits must be a limiter, .*, not \[None\]"),
+            ({"limits": {"*": 5}}, TypeError, "limits must be a limiter, .*, not 5"),
+            ({"router": 5}, TypeError, "router must be a TokenRouter or another limiter, not 5"),
+        ],
+    )
+    def test_what_no_call_could_go_by(
+        self, wrong: dict[str, Any], error: type[Exception], says: str
+    ) -> None:
+        with pytest.raises(error, match=says):
+            TokenFlow(**wrong)
 
     async def test_one_object_under_two_patterns_is_one_family(self) -> None:
         shared = TokenSemaphore(1_000)
@@ -517,6 +609,18 @@ class TestObservers:
             await anyio.sleep(3)
         assert limited.events[0].waited == pytest.approx(2)
         assert limited.events[0].seconds == pytest.approx(3)
+
+    async def test_times_of_those_that_were_not_admitted(self) -> None:
+        limited = Limited()
+        with limited.in_flight.acquire_nowait(100_000):
+            with anyio.move_on_after(3):
+                await limited.request().begin()
+            with pytest.raises(WaitTimeout):
+                await limited.request(max_wait=5).begin()
+            with pytest.raises(WaitTimeout):
+                await limited.request(max_wait=0).begin()
+        assert [event.waited for event in limited.events] == pytest.approx([3, 5, 0])
+        assert limited.outcomes == 3 * ["not admitted"]
 
     async def test_statistics_and_repr(self) -> None:
         limited = Limited()

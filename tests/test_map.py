@@ -13,6 +13,7 @@ import pytest
 from anyio import wait_all_tasks_blocked
 
 from tokenflow import (
+    Call,
     QueueFull,
     RequestTooLarge,
     TokenFlow,
@@ -332,6 +333,19 @@ class TestProgress:
         shown: list[Progress] = []
         await collect(flow, outer, [3, 4], progress=shown.append)
         assert shown[-1].tokens == 14
+
+    async def test_a_call_counts_where_it_was_made_wherever_it_ends(self) -> None:
+        flow = TokenFlow()
+        foreign = await flow.request(input_tokens=100, max_output_tokens=0).begin()
+
+        async def worker(item: int) -> Call:
+            foreign.close()
+            return await flow.request(input_tokens=item, max_output_tokens=0).begin()
+
+        async with flow.map(worker, [5]) as results:
+            async for result in results:
+                result.unwrap().close()
+        assert results._job.tokens == 5
 
     async def test_calls_of_other_jobs_do_not_count(self) -> None:
         flow = TokenFlow()

@@ -29,6 +29,8 @@ from tokenflow import (
     TokenRateLimiter,
     TokenSemaphore,
 )
+from tokenflow._run import OUTSIDE, current_run
+from tokenflow._run import Run as InternalRun
 from tokenflow.limits import Limiter
 
 
@@ -641,3 +643,31 @@ def test_limiters_and_leases_cannot_be_pickled_or_copied(
 )
 def test_values_can_be_pickled(value: Any) -> None:
     assert pickle.loads(pickle.dumps(value)) == value
+
+
+# -- from another thread into a run ------------------------------------------------
+
+
+def test_soon_is_in_the_runs_own_thread_and_after_its_end_at_once(run: Run) -> None:
+    threads: list[int] = []
+
+    def note() -> None:
+        threads.append(threading.get_ident())
+
+    async def main() -> InternalRun:
+        here = current_run()
+        assert here is not None
+        here.call_soon(note)
+        assert threads == []
+        await anyio.to_thread.run_sync(here.call_soon, note)
+        await wait_all_tasks_blocked()
+        return here
+
+    ended = run(main)
+    assert threads == 2 * [threading.get_ident()]
+    ended.call_soon(note)
+    OUTSIDE.call_soon(note)
+    with pytest.MonkeyPatch.context() as patch:  # it ends in between
+        patch.setattr(InternalRun, "is_live", lambda self: True)
+        ended.call_soon(note)
+    assert len(threads) == 5

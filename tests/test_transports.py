@@ -10,6 +10,7 @@ import gc
 import gzip
 import importlib
 import json
+import weakref
 from collections.abc import AsyncIterator
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,8 @@ from tokenflow import (
     call_options,
 )
 from tokenflow.testing import FakeProvider, Fault
+
+from .conftest import Run
 
 pytestmark = pytest.mark.anyio
 
@@ -278,18 +281,70 @@ class TestStreams:
         del response, chunks
         gc.collect()
 
-    async def test_abandoned_without_aclose(self, stack: ModuleType) -> None:
+    @pytest.mark.parametrize("thread", ["its own", "another"])
+    async def test_abandoned_without_aclose(self, stack: ModuleType, thread: str) -> None:
+        """The garbage collector may come in any thread, and in the middle of a step."""
         setting = Setting(stack)
         response = await setting.transport.handle_async_request(
             stack.Request("POST", CHAT, json=chat(stream=True))
         )
         chunks = aiter(response.stream)
         await anext(chunks)
-        assert setting.held[0] > 0
-        del chunks, response
-        gc.collect()
+        dropped = [response, chunks]
+        dropped.append(dropped)
+        del chunks, response, dropped
+        if thread == "another":
+            await anyio.to_thread.run_sync(gc.collect)
+        else:
+            gc.collect()
+            assert setting.held[0] > 0
+        await wait_all_tasks_blocked()
         assert setting.held == (0, 0)
         assert setting.outcomes == ["abandoned"]
+
+    async def test_abandoned_by_an_error_that_holds_it(self, stack: ModuleType) -> None:
+        setting = Setting(stack)
+        bodies: list[weakref.ref[object]] = []
+
+        async def fail() -> None:
+            async with setting.flow.request(input_tokens=1):
+                response = await setting.transport.handle_async_request(
+                    stack.Request("POST", CHAT, json=chat(stream=True))
+                )
+                bodies.append(weakref.ref(response.stream))
+                raise OSError
+
+        with contextlib.suppress(OSError):
+            await fail()
+        setting.events.clear()
+        gc.collect()
+        assert [body() for body in bodies] == [None]
+
+    def test_abandoned_after_the_run(self, stack: ModuleType, run: Run) -> None:
+        setting = Setting(stack)
+
+        async def other() -> Any:
+            request = stack.Request("POST", CHAT, json=chat(stream=True))
+            return await setting.transport.handle_async_request(request)
+
+        run(other)
+        gc.collect()
+        assert setting.outcomes == ["abandoned"]
+
+    async def test_abandoned_without_aclose_where_that_fails(
+        self, stack: ModuleType, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        setting = Setting(stack)
+        response = await setting.transport.handle_async_request(
+            stack.Request("POST", CHAT, json=chat(stream=True))
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(response.stream._reader, "_meter", None)
+            del response
+            gc.collect()
+            await wait_all_tasks_blocked()
+        assert setting.outcomes == ["abandoned"]
+        assert "could not be settled: AttributeError" in caplog.text
 
     async def test_cancelled_in_the_middle(self, stack: ModuleType) -> None:
         setting = Setting(stack, output=3_000)
@@ -362,6 +417,19 @@ class TestTurnedAway:
         assert response.headers["retry-after-ms"] == "7500"
         assert response.json()["error"]["type"] == "queue_full"
 
+    async def test_a_model_that_no_pattern_matches(self, stack: ModuleType) -> None:
+        setting = Setting(stack)
+        flow = TokenFlow({"claude-*": TokenSemaphore(10)}, observers=[setting.events.append])
+        below = setting.provider.transport(stack)
+        client = stack.AsyncClient(transport=throttled(stack)(flow, below))
+        response = await client.post(CHAT, json=chat())
+        assert response.status_code == 404
+        assert response.headers["x-should-retry"] == "false"
+        error = response.json()["error"]
+        assert error["type"] == "unknown_model"
+        assert "no limits for the model 'gpt-5'" in error["message"]
+        assert setting.outcomes == ["not admitted"]
+
     async def test_max_wait_from_the_options(self, stack: ModuleType) -> None:
         setting = Setting(stack)
         with setting.in_flight.acquire_nowait(100_000), call_options(max_wait=0, tenant="acme"):
@@ -400,6 +468,52 @@ class TestRequests:
             input_tokens=input_tokens, output_tokens=output_tokens, max_output_tokens=declared
         )
         assert setting.events[0].request.model == body.get("model")
+
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "messages/count_tokens",
+            "responses/input_tokens",
+            "models/m:countTokens",
+            "models/count-tokens:rawPredict",
+        ],
+    )
+    async def test_counting_is_a_request_and_takes_no_block(
+        self, stack: ModuleType, path: str
+    ) -> None:
+        setting = Setting(stack)
+        counted = {"input_tokens": 14, "totalTokens": 14}
+        setting.transport._transport = stack.MockTransport(
+            lambda request: stack.Response(200, json=counted)
+        )
+        async with setting.flow.request(input_tokens=7, max_output_tokens=1):
+            await setting.client.post(f"http://fake/v1/{path}", json=chat(max_tokens=9))
+            assert setting.used == (8, 2)
+        assert setting.outcomes == ["abandoned", "abandoned"]
+        assert setting.events[0].request.model == "gpt-5"
+
+    @pytest.mark.parametrize(
+        ("status", "outcome", "output_tokens"), [(204, "reconciled", 0), (200, "abandoned", 500)]
+    )
+    async def test_an_empty_body(
+        self, stack: ModuleType, status: int, outcome: str, output_tokens: int
+    ) -> None:
+        setting = Setting(stack)
+
+        class Empty(stack.AsyncByteStream):  # type: ignore[name-defined,misc]
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                await anyio.lowlevel.checkpoint()
+                return
+                yield
+
+        setting.transport._transport = stack.MockTransport(
+            lambda request: stack.Response(status, stream=Empty())
+        )
+        await setting.client.post(CHAT, json=chat())
+        (event,) = setting.events
+        assert (event.outcome, event.charged.output_tokens) == (outcome, output_tokens)
+        assert event.charged.input_tokens == 9
+        assert setting.held == (0, 0)
 
     async def test_others_are_requests_and_no_more(self, stack: ModuleType) -> None:
         setting = Setting(stack)

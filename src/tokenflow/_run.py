@@ -106,6 +106,21 @@ class Run:
             return True
         return False
 
+    def call_soon(self, func: Callable[[], object]) -> None:
+        """From anywhere, `__del__` included: between two steps of the run, or now if it is over.
+
+        `func` must not raise, which trio would end with.
+        """
+        try:
+            if not self.is_live():
+                func()
+            elif isinstance(self._token, AbstractEventLoop):
+                self._token.call_soon_threadsafe(func)
+            else:
+                self._token.run_sync_soon(func)  # type: ignore[attr-defined]
+        except RuntimeError:  # it has just ended
+            func()
+
     def now_or_after(self) -> float:
         """Its clock, and after its end what that would read: never less than it did."""
         if not self.has_ended():

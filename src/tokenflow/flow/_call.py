@@ -25,6 +25,7 @@ from tokenflow.limits import Lease, TokenRateLimiter
 from tokenflow.limits._lease import log
 
 from ._family import ProviderRules, rate_limiters
+from ._map import current_job
 from ._stream import Meter, TrackedStream
 
 if TYPE_CHECKING:
@@ -46,9 +47,10 @@ class CallEvent:
 
     `outcome` is "reconciled" (its usage became known), "refused" (by the server),
     "unsent" (could not connect), "failed" (an exception), "abandoned" (the block
-    was left, or its stream, without a usage) or "not admitted" (cancelled while it
-    waited, or turned away: `error`). `waited` and `seconds` are the time in the
-    queue and the time after it.
+    was left, or its stream, without a usage) or "not admitted" (turned away, cancelled
+    while it was counted or waited, or not countable: `error`). `waited` and `seconds`
+    are the time in the queue and the time after it. Where it did not come to an
+    estimate, `estimated` is nothing, and `request` what was said of it.
     """
 
     request: Request
@@ -121,18 +123,30 @@ class Call:
         "_flow",
         "_is_free",
         "_is_over",
+        "_job",
         "_meter",
         "_outcome",
         "_prepare",
         "_refusal",
         "_run",
+        "_said",
         "_started",
+        "_tenant",
         "_ticket",
         "_truncated",
     )
 
-    def __init__(self, flow: TokenFlow, prepare: Callable[[], Awaitable[Ticket]]) -> None:
+    def __init__(
+        self,
+        flow: TokenFlow,
+        said: Request,
+        tenant: Hashable,
+        prepare: Callable[[], Awaitable[Ticket]],
+    ) -> None:
         self._flow = flow
+        self._said = said
+        self._tenant = tenant
+        self._job = current_job.get()  # of the worker that makes it: it may end elsewhere
         self._prepare = prepare
         self._ticket: Ticket | None = None
         self._entered = False
@@ -304,17 +318,31 @@ class Call:
         if self._entered:
             raise RuntimeError("a call can be entered once: make another with flow.request(...)")
         self._entered = True
-        ticket = await self._prepare()
+        ticket: Ticket | None = None
         try:
+            ticket = await self._prepare()
             await ticket.lease.__aenter__()
         except BaseException as error:
-            self._flow._count("not admitted", _NOTHING)
-            self._flow._tell(_not_admitted(ticket, error))
+            self._not_admitted(ticket, error)
             raise
         self._ticket = ticket
         self._run = current_run() or OUTSIDE
         self._started = self._now()
         return self
+
+    def _not_admitted(self, ticket: Ticket | None, error: BaseException) -> None:
+        self._flow._count("not admitted", _NOTHING)
+        self._flow._tell(
+            CallEvent(
+                request=self._said if ticket is None else ticket.request,
+                tenant=self._tenant,
+                outcome="not admitted",
+                estimated=_NOTHING if ticket is None else ticket.estimated,
+                charged=_NOTHING,
+                waited=0.0 if ticket is None else ticket.lease.waited,
+                error=error,
+            )
+        )
 
     async def __aenter__(self) -> Self:
         await self.begin()
@@ -344,6 +372,7 @@ class Call:
             self._is_over, self._is_free = True, False
             self._learn()
             self._report()
+            self._error = None  # its traceback may hold a response that holds this call
 
     def _settle(self, error: BaseException | None) -> None:
         """The last that can be said of the charge."""
@@ -374,12 +403,14 @@ class Call:
 
     def _now(self) -> float:
         """By the clock of the run that it began in."""
-        return self._run.now_or_after()
+        return self._run.now()
 
     def _report(self) -> None:
         ticket = self._held()
         charged = _NOTHING if self._outcome == "unsent" else self.usage
         self._flow._count(self._outcome, charged)
+        if self._job is not None:
+            self._job.charge(charged.total_tokens)
         if not self._flow._observers:
             return
         self._flow._tell(
@@ -412,17 +443,6 @@ class Call:
             return "<Call, not admitted yet>"
         state = self._outcome if self._is_over else "open"
         return f"<Call of {self.usage!r}, {state}>"
-
-
-def _not_admitted(ticket: Ticket, error: BaseException) -> CallEvent:
-    return CallEvent(
-        request=ticket.request,
-        tenant=ticket.tenant,
-        outcome="not admitted",
-        estimated=ticket.estimated,
-        charged=_NOTHING,
-        error=error,
-    )
 
 
 def _is_the_servers(refusal: Refusal | None, outcome: object) -> bool:

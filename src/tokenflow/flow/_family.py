@@ -87,8 +87,11 @@ class Family:
         own: Limiter | None
         if limits is None or isinstance(limits, Limiter):
             own, self.rules = limits, _rules_of(limits)
-        else:
+        elif hasattr(limits, "limiter"):
             own, self.rules = limits.limiter(), limits
+        else:
+            takes = "a limiter, a Provider, or a mapping of patterns to these"
+            raise TypeError(f"limits must be {takes}, not {limits!r}")
         self.rate_limiters = list(rate_limiters(own))
         if router is None and not self.rate_limiters:  # "retry after" is to hold here as well
             self.rate_limiters = [TokenRateLimiter(_PAUSES)]
@@ -118,12 +121,21 @@ def families(
     limits: Limits | Mapping[str, Limits] | None, router: Limiter | None
 ) -> list[tuple[str, Family]]:
     """Patterns and what they stand for; one object under two patterns is one family."""
+    if router is not None and not isinstance(router, Limiter):
+        raise TypeError(f"router must be a TokenRouter or another limiter, not {router!r}")
     if not isinstance(limits, Mapping):
         return [("*", Family(limits, router))]
-    if not limits:
-        raise ValueError('no pattern at all, so that no call could go: add {"*": ...}')
     known = {id(each): Family(each, router) for each in limits.values()}
-    return [(pattern, known[id(each)]) for pattern, each in limits.items()]
+    return [(pattern, known[id(each)]) for pattern, each in _patterns(limits, "limits")]
+
+
+def _patterns(given: Mapping[str, _T], what: str) -> list[tuple[str, _T]]:
+    if not given:
+        raise ValueError(f'no pattern at all in {what}, so that no call could go: add {{"*": ...}}')
+    for pattern in given:
+        if not isinstance(pattern, str):
+            raise TypeError(f"a pattern in {what} must be a str, not {pattern!r}")
+    return list(given.items())
 
 
 def match(patterns: Iterable[tuple[str, _T]], model: str | None, what: str) -> _T:
@@ -148,7 +160,7 @@ class Counters:
     def __init__(self, counter: TokenCounter | Mapping[str, TokenCounter] | None) -> None:
         self._given: list[tuple[str, TokenCounter]] | None = None
         if isinstance(counter, Mapping):
-            self._given = list(counter.items())
+            self._given = _patterns(counter, "counter")
         elif counter is not None:
             self._given = [("*", counter)]
         self._loaded: OrderedDict[str, TokenCounter] = OrderedDict()

@@ -17,7 +17,7 @@ from tokenflow.limits._lease import log
 from ._call import Call, CallEvent, Ticket
 from ._family import Counters, Limits, ProviderRules, families, match
 from ._input import Prompt, count_messages, count_prompt
-from ._map import MapResults, Show, current_job
+from ._map import MapResults, Show
 from ._options import current_options
 from ._progress import shown_by
 
@@ -157,7 +157,8 @@ class TokenFlow:
             count = partial(count_messages, messages=messages, tools=list(tools))
         elif prompt is not None:
             count = partial(count_prompt, prompt=prompt)
-        return Call(self, partial(self._prepare, described, count, rules, options))
+        prepare = partial(self._prepare, described, count, rules, options)
+        return Call(self, described, options["tenant"], prepare)
 
     async def _prepare(
         self,
@@ -241,9 +242,6 @@ class TokenFlow:
     def _count(self, outcome: str, charged: Usage) -> None:
         self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
         self._tokens += charged.total_tokens
-        job = current_job.get()
-        if job is not None:
-            job.charge(charged.total_tokens)
 
     def _tell(self, event: CallEvent) -> None:
         for observer in self._observers:

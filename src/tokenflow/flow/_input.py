@@ -10,13 +10,14 @@ from anyio import to_thread
 from tokenflow.estimation import ApproximateCounter, TokenCounter
 from tokenflow.estimation._messages import ChatRule, chat_cost
 
-__all__ = ["Prompt", "count_emitted", "count_messages", "count_prompt"]
+__all__ = ["APPROXIMATE", "Prompt", "count_emitted", "count_messages", "count_prompt"]
 
 Prompt: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 """A text or texts, or their tokens: what `prompt` and `input` of the APIs may be."""
 
 _IN_LOOP: Final = 1 << 14  # characters, as in the counters
-_UNLOADED: Final = ApproximateCounter(4.0)  # near the truth, where being too high would charge it
+APPROXIMATE: Final = ApproximateCounter(4.0)
+"""Near the truth, where being too high would charge it."""
 
 
 async def count_messages(
@@ -44,7 +45,7 @@ async def count_prompt(counter: TokenCounter, prompt: Prompt) -> int:
 
 def count_emitted(counter: TokenCounter, text: str) -> int:
     """Tokens of a piece of output, at once: exact if the vocabulary is there already."""
-    return (counter if _is_ready(counter) else _UNLOADED).count(text)
+    return (counter if _is_ready(counter) else APPROXIMATE).count(text)
 
 
 async def _count_texts(counter: TokenCounter, texts: Sequence[str]) -> int:

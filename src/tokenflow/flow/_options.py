@@ -8,6 +8,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
+from tokenflow.limits._lease import check_options
+from tokenflow.limits._waiter import check_hashable, checked_wishes
+
 __all__ = ["CallOptions", "call_options", "current_options"]
 
 
@@ -55,6 +58,9 @@ def call_options(
     ...     with call_options(task="chat") as options:
     ...         options.tenant, options.task
     ('acme', 'chat')
+
+    Raises:
+        TypeError, ValueError: what no call could be made with.
     """
     said: dict[str, Any] = {
         "task": task,
@@ -66,8 +72,18 @@ def call_options(
     }
     outer = _current.get()
     options = replace(outer, **{name: value for name, value in said.items() if value is not None})
+    _check(options)
     _current.set(options)
     try:
         yield options
     finally:  # not reset(token): a block in an async generator may be left in another context
         _current.set(outer)
+
+
+def _check(options: CallOptions) -> None:
+    """Here, where it is raised as it is: out of a transport, SDKs take it for a lost connection."""
+    if not isinstance(options.task, str | None):
+        raise TypeError(f"task must be a str or None, not {options.task!r}")
+    check_hashable(options.tenant, "tenant")
+    check_options(0 if options.priority is None else options.priority, options.max_wait)
+    checked_wishes(None, options.affinity, options.region, ())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar, final
 
-from tokenflow._usage import Usage
+from tokenflow._usage import Usage, token_count
 from tokenflow._wire import UsageReader, emitted_text, is_cut_off, is_last
 from tokenflow.estimation import TokenCounter
+from tokenflow.limits._lease import log
 
-from ._input import count_emitted
+from ._input import APPROXIMATE, count_emitted
 
 if TYPE_CHECKING:
     from ._call import Call
@@ -44,7 +46,7 @@ class Meter:
 
     def __init__(self, call: Call, counter: TokenCounter) -> None:
         self._call = call
-        self._counter = counter
+        self._counter: TokenCounter = counter
         self._reader = UsageReader()
         self._emitted = 0
         self._truncated = False
@@ -72,7 +74,7 @@ class Meter:
         self._reader.feed(event)
         text = emitted_text(event)
         if text:
-            self._emitted += count_emitted(self._counter, text)
+            self._emitted += self._count(text)
         if self._reader.is_fed or text:
             self._is_complete = self._reader.is_fed and is_last(event)
         self._truncated = self._truncated or is_cut_off(event)
@@ -81,6 +83,15 @@ class Meter:
             self._unfinished = kind == "message_start"
         if self.output_tokens > self._call.usage.output_tokens:
             self._call.progress(self.usage)
+
+    def _count(self, text: str) -> int:
+        """By the counter, or what is near it: its error is not to end the response."""
+        try:
+            return token_count(count_emitted(self._counter, text), "a count")
+        except Exception as error:
+            log(logging.ERROR, "the counter %r raised %r in a stream", self._counter, error)
+            self._counter = APPROXIMATE
+            return self._counter.count(text)
 
     def finish(self) -> None:
         """The stream is complete: what it reported is the truth."""

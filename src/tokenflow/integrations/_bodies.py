@@ -7,7 +7,6 @@ the two ends are kept. Whatever the bytes, nothing here raises.
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any, Final, Protocol, final
 from tokenflow._wire import read_settings
 from tokenflow.flow import Meter
 
-__all__ = ["Reader", "Unread", "described", "parsed", "reader"]
+__all__ = ["Reader", "Unread", "described", "only_counts", "parsed", "reader"]
 
 _WHOLE: Final = 1 << 20  # a JSON answer up to this size is parsed as it is
 _END: Final = 1 << 16  # of a longer one so much is kept at each end; usage is at one of them
@@ -24,9 +23,10 @@ _LONGEST_LINE: Final = 1 << 20
 _INFLATED: Final = 1 << 20  # so much is unpacked at a time, whatever is packed in it
 _BOM: Final = b"\xef\xbb\xbf"
 _BYTES_PER_TOKEN: Final = 3
-_NO_OUTPUT: Final = re.compile(
-    "embed|moderation|rerank|/images/|/audio/", re.IGNORECASE
-)  # in tokens
+_NO_OUTPUT: Final = ("embed", "moderation", "rerank", "/images/", "/audio/")  # in tokens
+_COUNTING: Final = frozenset(
+    ("count_tokens", "count-tokens", "counttokens", "input_tokens", "tokenize", "detokenize")
+)
 _LAST: Final = ("message_stop", "response.completed", "response.incomplete", "response.failed")
 
 Body = dict[str, Any]
@@ -48,19 +48,28 @@ def described(path: str, content: bytes, is_json: bool, body: Any) -> dict[str, 
     """The arguments of `flow.request` for a request; one nobody understands counts by its size.
 
     An upload counts as a request and nothing else: what a server finds in a file
-    cannot be told by its size.
+    cannot be told by its size. So does one that only has tokens counted.
     """
     if not isinstance(body, dict):
         size = -(-len(content) // _BYTES_PER_TOKEN) if is_json else 0
         return {"input_tokens": size, "max_output_tokens": 0}
     options: dict[str, Any] = {**read_settings(body)}
     options["model"] = options["model"] or _model_in(path)
-    if _NO_OUTPUT.search(path):
+    if only_counts(path):
+        return options | {"input_tokens": 0, "max_output_tokens": 0, "choices": 1}
+    end = "/".join(["", *path.lower().split("/")[-2:]])  # before it there may be any name
+    if any(kind in end for kind in _NO_OUTPUT):
         options |= {"max_output_tokens": 0, "choices": 1}
     found = _input(body, path)
     if found is None:
         found = {"input_tokens": -(-len(content) // _BYTES_PER_TOKEN)}
     return options | found
+
+
+def only_counts(path: str) -> bool:
+    """Does it answer how many tokens something has? Nothing is generated, though it looks so."""
+    last = path.lower().rpartition("/")[2]
+    return not _COUNTING.isdisjoint(last.split(":"))
 
 
 def _input(body: Body, path: str) -> dict[str, Any] | None:
@@ -161,16 +170,19 @@ class Events:
     others are put together.
     """
 
-    __slots__ = ("_is_cut", "_lines", "_meter", "_rest", "_size")
+    __slots__ = ("_after_cr", "_is_cut", "_lines", "_meter", "_rest", "_size")
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
+        self._after_cr = False
         self._rest = bytearray()  # of a line
         self._is_cut = False
         self._lines: list[bytes] = []  # of an event that is none yet
         self._size = 0
 
     def feed(self, data: bytes) -> None:
+        if data and (self._after_cr or b"\r" in data):
+            data = self._without_cr(data)
         self._rest += data
         if b"\n" in data:
             *lines, self._rest = self._rest.split(b"\n")
@@ -179,6 +191,13 @@ class Events:
         if len(self._rest) > _LONGEST_LINE:
             del self._rest[:-_END]
             self._is_cut = True
+
+    def _without_cr(self, data: bytes) -> bytes:
+        """A line may end in CR, LF or both, and a piece of the body between the two."""
+        if self._after_cr:
+            data = data.removeprefix(b"\n")
+        self._after_cr = data.endswith(b"\r")
+        return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
     def _take(self, line: bytearray) -> None:
         line = line.removeprefix(_BOM)

@@ -8,24 +8,37 @@ first attempt is that call. A redirect has used nothing; who follows it calls an
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, Protocol, Self
+from weakref import finalize
 
 from anyio import to_thread
 
-from tokenflow._errors import NoReplica, QueueFull, RequestTooLarge, TokenflowError, WaitTimeout
+from tokenflow._errors import (
+    NoReplica,
+    QueueFull,
+    RequestTooLarge,
+    TokenflowError,
+    UnknownModel,
+    WaitTimeout,
+)
+from tokenflow._run import OUTSIDE, current_run
+from tokenflow._usage import Usage
 from tokenflow.flow import Call, Limits, ProviderRules, TokenFlow
 from tokenflow.flow._call import open_call
+from tokenflow.limits._lease import log
 
-from ._bodies import Reader, Unread, described, parsed, reader
+from ._bodies import Reader, Unread, described, only_counts, parsed, reader
 
 __all__ = ["MeteredBody", "Throttle"]
 
-_TURNED_AWAY: Final = (RequestTooLarge, NoReplica, QueueFull, WaitTimeout)
 _IN_LOOP: Final = 1 << 19  # bytes of JSON: some milliseconds
 _READABLE: Final = "gzip, deflate"
+_BODILESS: Final = (204, 205)  # by what they mean; any other may have lost its body on the way
 
 
 class Throttle:
@@ -49,13 +62,13 @@ class Throttle:
 
     async def handle(self, request: Any, send: Callable[[Any], Awaitable[Any]]) -> Any:
         """Wait for room, send, and hand the response on; or answer in the server's place."""
-        call = open_call(self._flow) if request.method == "POST" else None
+        call = open_call(self._flow) if _may_generate(request) else None
         is_own = call is None
         if call is None:
             call = self._flow.request(**await _asked(request), rules=self._rules)
             try:
                 await call.begin()
-            except _TURNED_AWAY as error:
+            except (RequestTooLarge, NoReplica, UnknownModel, QueueFull, WaitTimeout) as error:
                 return self._answer(error)
         end = call.close if is_own else _end_of(call)
         try:
@@ -89,7 +102,9 @@ class Throttle:
             return response
         call.observe(response.headers)
         read_along: Reader = Unread()
-        if request.method == "POST":  # what others report was another call's
+        if _may_generate(request):  # what others report was another call's
+            if response.status_code in _BODILESS:
+                call.reconcile(Usage(input_tokens=call.request.input_tokens))
             read_along = reader(headers, call.meter, call.reconcile)
         if is_read:
             read_along.feed(_content(response))
@@ -142,6 +157,7 @@ class Throttle:
 _STATUS: Final[dict[type[TokenflowError], tuple[int, str]]] = {
     RequestTooLarge: (413, "request_too_large"),
     NoReplica: (413, "no_replica"),
+    UnknownModel: (404, "unknown_model"),
     QueueFull: (429, "queue_full"),
     WaitTimeout: (429, "wait_timeout"),
 }
@@ -159,6 +175,10 @@ async def _asked(request: Any) -> dict[str, Any]:
     return described(request.url.path, content, is_json, body)
 
 
+def _may_generate(request: Any) -> bool:
+    return request.method == "POST" and not only_counts(request.url.path)
+
+
 def _ask_for_what_can_be_read(request: Any) -> None:
     accepted = request.headers.get("accept-encoding", "")
     if "br" in accepted or "zstd" in accepted:
@@ -173,11 +193,14 @@ def _aimed_at(target: object, request: Any) -> Iterator[None]:
         return
     asked, host = request.url, request.headers.get("host", "")
     base = type(asked)(target)
+    prefix, path = base.raw_path.rstrip(b"/"), asked.raw_path
+    if not path.startswith((prefix + b"/", prefix + b"?")):  # a redirect names the whole of it
+        path = prefix + path
     request.url = asked.copy_with(
         scheme=base.scheme,
         host=base.host,
         port=base.port,
-        raw_path=base.raw_path.rstrip(b"/") + asked.raw_path,
+        raw_path=path,
     )
     request.headers["host"] = base.netloc.decode()
     try:
@@ -217,7 +240,8 @@ class MeteredBody:
     """A response's body on its way through: read along, and its call ended with it.
 
     Whoever stops reading closes it, as HTTP clients do; one that is only dropped is
-    ended by the garbage collector.
+    ended after the garbage collector found it, which may be in any thread, and in the
+    middle of a step.
     """
 
     def __init__(
@@ -227,7 +251,10 @@ class MeteredBody:
         self._chunks = aiter(source)
         self._reader = read_along
         self._end = end
-        self._is_over = False
+        run = current_run() or OUTSIDE
+        # Not __del__: this keeps the call from being garbage together with its body.
+        self._if_dropped = finalize(self, run.call_soon, partial(_let_go, read_along, end))
+        self._if_dropped.atexit = False
 
     def __aiter__(self) -> Self:
         return self
@@ -254,13 +281,18 @@ class MeteredBody:
             await self._source.aclose()
 
     def _over(self, settle: Callable[[], None], error: BaseException | None = None) -> None:
-        if not self._is_over:
-            self._is_over = True
+        if self._if_dropped.detach() is not None:  # else it is over already
             try:
                 settle()
             finally:
                 self._end(error)
 
-    def __del__(self) -> None:
-        with suppress(Exception):  # in another thread, or after the run
-            self._over(self._reader.close)
+
+def _let_go(read_along: Reader, end: Callable[[BaseException | None], None]) -> None:
+    try:
+        try:
+            read_along.close()
+        finally:
+            end(None)
+    except Exception as error:
+        log(logging.ERROR, "a response that was dropped could not be settled: %r", error)

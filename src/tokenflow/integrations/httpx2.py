@@ -48,12 +48,16 @@ class ThrottledTransport(httpx2.AsyncBaseTransport):
     attempt gives its tokens back, "retry after" holds everyone, and headers that say
     what is left of a quota are heeded. Chat completions report a stream's usage only
     with `stream_options={"include_usage": True}`; without it the estimate stays.
-    Requests that it does not understand count by their size, uploads and reads as one
-    request. `call_options` gives a call its tenant, priority or task.
+    A 204 is charged for its input; whatever else says nothing keeps the estimate, an
+    empty body as well. Embeddings, rerankings, moderations, images and audio reserve no
+    output. Requests that it does not understand count by their size; uploads, reads and
+    those that only have tokens counted as one request. `call_options` gives a call its
+    tenant, priority or task.
 
     Instead of raising, which SDKs wrap or retry, it answers in the server's place: 413
-    with a body that names cost and limit where a call can never fit, and 429 with
-    `Retry-After` where the queue is full or `max_wait` is too short.
+    with a body that names cost and limit where a call can never fit, 404 where no
+    pattern matches its model, and 429 with `Retry-After` where the queue is full or
+    `max_wait` is too short.
 
     Inside an open `flow.request` of the same flow the first POST, and what it is redirected
     to, settles that call; another one, or a second attempt, is a call of its own.
@@ -61,7 +65,10 @@ class ThrottledTransport(httpx2.AsyncBaseTransport):
     Args:
         flow_or_limits: A `TokenFlow`, or whatever it takes as limits.
         transport: What sends; by default one of httpx2 without a bound on connections,
-            since the limits decide how many there are.
+            since the limits decide how many there are. A client with a transport heeds
+            no proxies of the environment, and one with `proxy=` or `mounts=` sends past
+            the limits: pass `transport=httpx2.AsyncHTTPTransport(proxy=...)` here, as
+            well as what else it is to have of `verify`, `cert` and `http2`.
         provider: A `Provider` whose rules hold, where the limits are not one.
     """
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ._limiter import Limiter
 
-__all__ = ["CANCELLED", "Lease", "is_due", "log", "priced", "shown"]
+__all__ = ["CANCELLED", "Lease", "check_options", "is_due", "log", "priced", "shown"]
 
 logger = logging.getLogger("tokenflow")
 
@@ -268,16 +268,9 @@ class Lease:
         _log_debt(path, now)
 
     def _check_options(self) -> None:
-        priority, max_wait = self.priority, self._max_wait
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise TypeError(f"priority must be an int (lower goes first), not {priority!r}")
-        if max_wait is None:
-            return
-        if isinstance(max_wait, bool) or not isinstance(max_wait, (int, float)):
-            raise TypeError(f"max_wait must be a number of seconds or None, not {max_wait!r}")
-        if not max_wait >= 0:
-            raise ValueError(f"max_wait must be >= 0 seconds, not {max_wait}")
-        self._max_wait = None if max_wait == math.inf else max_wait
+        check_options(self.priority, self._max_wait)
+        if self._max_wait == math.inf:
+            self._max_wait = None
 
     def _expect_held(self, what: str) -> None:
         if self._state in ("asked", "waiting"):
@@ -384,6 +377,18 @@ def log(level: int, message: str, *args: object) -> None:
     """Whatever handlers and filters do, the caller's state is settled, and stays so."""
     with suppress(Exception):
         logger.log(level, message, *args)
+
+
+def check_options(priority: object, max_wait: object) -> None:
+    """Say what is wrong with them, if anything is."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise TypeError(f"priority must be an int (lower goes first), not {priority!r}")
+    if max_wait is None:
+        return
+    if isinstance(max_wait, bool) or not isinstance(max_wait, (int, float)):
+        raise TypeError(f"max_wait must be a number of seconds or None, not {max_wait!r}")
+    if not max_wait >= 0:
+        raise ValueError(f"max_wait must be >= 0 seconds, not {max_wait}")
 
 
 def _checked(cost: int | Usage, name: str = "cost") -> int | Usage:

@@ -207,6 +207,7 @@ class Limiter:
                 if run.effective_deadline() == CANCELLED:
                     await checkpoint_if_cancelled()
             except BaseException:
+                lease._waited = run.now() - waiter.arrived
                 self._withdraw(waiter)
                 raise
             now = run.now()

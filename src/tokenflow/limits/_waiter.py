@@ -15,7 +15,7 @@ from ._order import Order
 if TYPE_CHECKING:
     from ._admission import Path
 
-__all__ = ["Booking", "Queue", "Waiter", "Wishes", "checked_wishes"]
+__all__ = ["Booking", "Queue", "Waiter", "Wishes", "check_hashable", "checked_wishes"]
 
 Wishes: TypeAlias = tuple[str | None, Hashable, str | None, Collection[str]]
 """What a call asks of a router: model, affinity, region, and the names to exclude."""
@@ -25,13 +25,20 @@ def checked_wishes(
     model: str | None, affinity: Hashable, region: str | None, exclude: Collection[str]
 ) -> Wishes:
     """The wishes, or what is wrong with them: nothing may go wrong once the call waits."""
-    if not isinstance(affinity, Hashable):
-        raise TypeError(f"affinity must be hashable, not {affinity!r}")
+    check_hashable(affinity, "affinity")
     if region is not None and not isinstance(region, str):
         raise TypeError(f"region must be a str or None, not {region!r}")
     if isinstance(exclude, str) or not all(isinstance(name, str) for name in exclude):
         raise TypeError(f"exclude must be a collection of replicas' names, not {exclude!r}")
     return (model, affinity, region, frozenset(exclude))
+
+
+def check_hashable(value: object, name: str) -> None:
+    """Say so where it is not; `isinstance` would not see what a tuple holds."""
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be hashable, not {value!r}: {error}") from None
 
 
 _State = Literal["queued", "granted", "failed", "gone"]
