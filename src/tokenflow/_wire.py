@@ -89,7 +89,7 @@ _DIALECTS: Final = (
     # Embeddings and rerankers that report nothing else.
     _Dialect(("total_tokens",), ()),
 )
-_DETAILS: Final = ("prompt_tokens_details", "input_tokens_details")
+_DETAILS: Final = frozenset(("prompt_tokens_details", "input_tokens_details"))
 _NUMBERS: Final = frozenset(
     name for each in _DIALECTS for name in (*each.input, *each.output, *each.cached, *each.written)
 )
@@ -109,6 +109,9 @@ _PLACES: Final = (
     ("response", "body", "usage"),  # a line of an OpenAI batch's results
     ("result", "message", "usage"),  # a line of an Anthropic batch's results
 )
+# Cohere's numbers are a level further down; what it bills is not what it processed.
+_LEVELS: Final = ("tokens", "billed_units")
+
 _MAXIMA: Final = (
     "max_tokens",
     "max_completion_tokens",
@@ -168,12 +171,9 @@ class UsageReader:
         self._take(usage)
 
     def _take(self, usage: object) -> bool:
-        # Cohere's numbers are a level further down; what it bills is not what it processed.
-        found = (
-            _numbers(_get(usage, "tokens"))
-            or _numbers(_get(usage, "billed_units"))
-            or _numbers(usage)
-        )
+        found: dict[str, int] = {}
+        for owner in (*_present(usage, _LEVELS), usage):
+            found = found or _numbers(owner)
         for name, known in self._numbers.items():
             found[name] = max(known, found.get(name, 0))
         if found:
@@ -302,24 +302,20 @@ def _present(owner: object, names: tuple[str, ...]) -> list[object]:
 
 def _count(value: object) -> int | None:
     """A whole number that makes sense, or None; Cohere sends whole floats."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return value if type(value) is int and 0 <= value <= _LARGEST else None
+    if type(value) is int:
+        return value if 0 <= value <= _LARGEST else None
+    return _count(int(value)) if isinstance(value, float) and value.is_integer() else None
 
 
 def _numbers(usage: object) -> dict[str, int]:
     """Those it holds that make sense."""
-    if usage is None:
-        return {}
-    names = _NUMBERS.intersection(usage) if type(usage) is dict else _NUMBERS
-    counts: dict[str, int] = {}
-    for name in names:
-        value = _get(usage, name)
-        if name in _DETAILS:
-            value = _get(value, "cached_tokens")
-        if value is not None and (count := _count(value)) is not None:
-            counts[name] = count
-    return counts
+    if type(usage) is dict:  # the same in fewer steps
+        values = {name: usage[name] for name in _NUMBERS.intersection(usage)}
+    else:
+        values = {name: _get(usage, name) for name in _NUMBERS if usage is not None}
+    for name in _DETAILS.intersection(values):
+        values[name] = _get(values[name], "cached_tokens")
+    return {name: count for name, value in values.items() if (count := _count(value)) is not None}
 
 
 def _meaning(numbers: Mapping[str, int]) -> Usage | None:
