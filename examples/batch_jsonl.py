@@ -328,7 +328,9 @@ def main() -> int:
     parser.add_argument("output", type=Path, nargs="?", help="a .jsonl file for the results")
     parser.add_argument("--base-url", help="such as https://api.openai.com/v1")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"))
-    parser.add_argument("--tpm", type=int, help="tokens per minute, until the server tells its own")
+    parser.add_argument(
+        "--tpm", type=int, help="tokens per minute, or what the server allows, if less"
+    )
     parser.add_argument("--rpm", type=int, help="requests per minute, likewise")
     parser.add_argument("--max-pending", type=int, default=256, help="lines on their way at once")
     parser.add_argument("--attempts", type=int, default=8, help="for a line that is told to wait")

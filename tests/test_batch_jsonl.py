@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import anyio
 import pytest
 
 from tokenflow import ApproximateCounter, TokenFlow, providers
+from tokenflow.providers import Provider
 from tokenflow.testing import FakeProvider, Fault, Faults
 
 from .conftest import Run, run_virtual
@@ -58,9 +60,11 @@ class Job:
             tpm=2_000_000, rpm=10_000, **{"output": 50, "first_token_seconds": 0.1, **fake}
         )
 
-    async def run(self, *, retry_failed: bool = False, attempts: int = 8) -> Any:
+    async def run(
+        self, *, retry_failed: bool = False, attempts: int = 8, account: Provider = ACCOUNT
+    ) -> Any:
         todo = batch.Todo(self.input, batch.resume(self.output, retry_failed=retry_failed))
-        flow = TokenFlow(ACCOUNT, counter=ApproximateCounter(4.0))
+        flow = TokenFlow(account, counter=ApproximateCounter(4.0))
         client = httpx2.AsyncClient(
             base_url="http://fake/v1",
             transport=batch.ThrottledTransport(flow, self.provider.transport(httpx2)),
@@ -68,7 +72,7 @@ class Job:
         )
         with self.output.open("a") as out:
             async with client:
-                return await batch.run(todo, out, flow, client, ACCOUNT, attempts=attempts)
+                return await batch.run(todo, out, flow, client, account, attempts=attempts)
 
     def ids(self) -> Counter[str | None]:
         return Counter(row["custom_id"] for row in results(self.output))
@@ -144,6 +148,13 @@ class TestLines:
         client = httpx2.AsyncClient(base_url="http://fake/v1")
         path = batch.path_below(client.base_url, "//elsewhere/v1")
         assert client.build_request("POST", path).url.host == "fake"
+
+
+def test_a_job_stays_within_its_part_of_the_account(run: Run, tmp_path: Path) -> None:
+    job = Job(tmp_path, [request(str(n), "word" * 900) for n in range(40)])
+    tally = run(partial(job.run, account=providers.openai(tpm=10_000)))
+    assert (tally.answered, tally.failed) == (40, 0)
+    assert 8_000 <= job.provider.worst_window("TPM") <= 10_000
 
 
 class TestFailures:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import anyio
 import pytest
@@ -194,6 +194,8 @@ def test_openai_by_its_documentation_counts_the_larger_for_each_choice() -> None
     provider = providers.openai(tpm=30_000, counts="larger")
     request = Request(input_tokens=900, max_output_tokens=400, choices=3)
     assert cost(provider, "tokens", provider.charge(request, 50)) == 2_700
+    undeclared = Request(input_tokens=900, choices=3)
+    assert cost(provider, "tokens", provider.charge(undeclared, 50)) == 2_700
     limiter = provider.limiter()
     limiter.acquire_nowait(500).release()  # a total counts as it is
     assert used(limiter) == {"tokens": 500}
@@ -209,6 +211,24 @@ def test_openai_gives_nothing_back_but_counts_an_overrun() -> None:
             lease.reconcile(Usage(input_tokens=1_000, output_tokens=actual))
         assert used(limiter) == {"tokens": expected}
         limiter = providers.openai(tpm=30_000).limiter()
+
+
+@pytest.mark.parametrize("counts", ["sum", "larger"])
+def test_openai_settles_at_the_truth_what_declares_nothing(
+    counts: Literal["sum", "larger"],
+) -> None:
+    provider = providers.openai(tpm=30_000, counts=counts)
+    actual = Usage(input_tokens=700, output_tokens=80)
+    for choices, (at_arrival, in_the_end) in {
+        1: {"sum": (2_300, 780), "larger": (1_600, 700)}[counts],
+        3: {"sum": (2_300, 780), "larger": (2_100, 2_100)}[counts],
+    }.items():
+        limiter = provider.limiter()
+        reserved = provider.charge(Request(input_tokens=700, choices=choices), 1_600)
+        with limiter.acquire_nowait(reserved) as lease:
+            assert used(limiter) == {"tokens": at_arrival}
+            lease.reconcile(actual)
+        assert used(limiter) == {"tokens": in_the_end}
 
 
 def test_bedrock_settles_for_less_or_for_more() -> None:
@@ -449,11 +469,14 @@ def test_which_quotas_are_buckets(provider: Provider, steadily: bool) -> None:
     assert quota.refills_steadily is steadily
 
 
-def test_a_changed_limit_is_adopted() -> None:
+def test_a_lower_limit_is_adopted_and_a_higher_one_is_not() -> None:
     provider = providers.openai(tpm=30_000, rpm=500)
     limiter = provider.limiter()
-    limiter.observe(provider.status(said("tokens", 2_000_000, 2_000_000, "0s")))
-    limiter.acquire_nowait(1_000_000).release()
+    for told, largest in ((2_000_000, 30_000), (20_000, 20_000), (2_000_000, 30_000)):
+        limiter.observe(provider.status(said("tokens", told, told, "0s")))
+        assert limiter.delay(largest) == 0
+        with pytest.raises(RequestTooLarge):
+            limiter.delay(largest + 1)
 
 
 def test_what_gemini_says_in_a_body_reaches_its_quota() -> None:
@@ -841,6 +864,9 @@ FAKES: dict[str, tuple[Provider, Callable[[], FakeProvider]]] = {
 }
 
 
+MODEL = {"model": "m"}
+
+
 async def use(provider: Provider, fake: FakeProvider, *, is_told: bool) -> tuple[int, int]:
     """Saturate it for five minutes: tokens that went through, and refusals."""
     limiter = provider.limiter()
@@ -856,7 +882,7 @@ async def use(provider: Provider, fake: FakeProvider, *, is_told: bool) -> tuple
             request = Request.from_body(body, input_tokens=approximate_tokens(body))
             async with limiter.reserve(provider.charge(request, 200)) as lease:
                 sent = anyio.current_time()
-                answer = await fake.respond("POST", path, body={"model": "m", **body})
+                answer = await fake.respond("POST", path, body={**body, **MODEL})
                 said = json.loads(await answer.read())
                 outcome = SimpleNamespace(status_code=answer.status, headers=answer.headers)
                 if is_told:
@@ -874,6 +900,38 @@ async def use(provider: Provider, fake: FakeProvider, *, is_told: bool) -> tuple
             for _ in range(16):
                 tasks.start_soon(worker)
     return tokens, refusals
+
+
+@pytest.mark.parametrize("counts", ["sum", "larger"])
+def test_what_declares_nothing_and_is_estimated_at_twice_the_truth_uses_all(
+    counts: Literal["sum", "larger"], run: Run
+) -> None:
+    """By OpenAI's rule, which counts no more than the input then."""
+    output = {"sum": 0.04, "larger": 0.8}[counts]  # of the input
+    provider = providers.openai(tpm=LIMIT, counts=counts)
+    fake = FakeProvider.openai(
+        tpm=LIMIT, output=lambda r: output * r.input_tokens, tokens_per_second=400
+    )
+
+    async def worker(limiter: Limiter, sizes: random.Random) -> None:
+        while True:
+            body = {"messages": [{"role": "user", "content": "hello " * sizes.randint(200, 1_000)}]}
+            request = Request.from_body(body, input_tokens=approximate_tokens(body))
+            estimate = round(2 * output * request.input_tokens)
+            async with limiter.reserve(provider.charge(request, estimate)) as lease:
+                answer = await fake.respond("POST", "/v1/chat/completions", body={**body, **MODEL})
+                lease.reconcile(Usage.from_response(json.loads(await answer.read())))
+
+    async def main() -> None:
+        limiter, sizes = provider.limiter(), random.Random(3)
+        with anyio.move_on_after(300):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(16):
+                    tasks.start_soon(worker, limiter, sizes)
+
+    run(main)
+    assert fake.statistics().refused == 0
+    assert fake.statistics().charged["TPM"] >= 0.95 * 5 * LIMIT
 
 
 @pytest.mark.parametrize("name", FAKES)

@@ -342,10 +342,10 @@ async def test_cancelled_in_the_queue_everything_comes_back() -> None:
 
 
 GRANTS: dict[str, tuple[Callable[[TokenRateLimiter, Lease], None], int]] = {
-    "set_limit": (lambda limiter, lease: limiter.set_limit("tokens", 200), 20),
-    "observe": (lambda limiter, lease: said(limiter, limit=200), 20),
-    "reconcile": (lambda limiter, lease: lease.reconcile(5), 5),
-    "cancel": (lambda limiter, lease: lease.cancel(), 0),
+    "set_limit": (lambda limiter, lease: limiter.set_limit("tokens", 200), 21),
+    "observe": (lambda limiter, lease: said(limiter, remaining=80, reset=60), 20),
+    "reconcile": (lambda limiter, lease: lease.reconcile(5), 6),
+    "cancel": (lambda limiter, lease: lease.cancel(), 1),
 }
 
 
@@ -355,10 +355,11 @@ async def test_granted_and_cancelled_in_one_tick_everything_comes_back(granted_b
     grant, left = GRANTS[granted_by]
     limiter = TokenRateLimiter(tokens_per_minute=100)
     lease = limiter.acquire_nowait(20)
+    said(limiter, remaining=79, reset=60)  # 1 by others
     async with anyio.create_task_group() as tasks:
-        admitted = await start(tasks, limiter, [81])
+        admitted = await start(tasks, limiter, [80])
         grant(limiter, lease)
-        assert (used(limiter), limiter.statistics().waiting_calls) == ([left + 81], 0)
+        assert (used(limiter), limiter.statistics().waiting_calls) == ([left + 80], 0)
         tasks.cancel_scope.cancel()
     assert (admitted, used(limiter)) == ([], [left])
     lease.release()
@@ -695,7 +696,7 @@ async def test_a_lease_that_was_never_sent_gives_everything_back() -> None:
     assert used(limiter) == [100]
 
 
-async def test_reserved_charges_the_declared_maximum_and_never_credits() -> None:
+async def test_reserved_charges_the_declared_maximum_and_never_credits_it() -> None:
     limiter = TokenRateLimiter(Quota(1000, settle="reserved"))
     usage = Usage(input_tokens=10, output_tokens=5, max_output_tokens=80)
     async with limiter.reserve(usage) as lease:
@@ -704,8 +705,43 @@ async def test_reserved_charges_the_declared_maximum_and_never_credits() -> None
         assert used(limiter) == [90]
         lease.progress(Usage(input_tokens=10, output_tokens=60))
         assert used(limiter) == [90]
+        lease.reconcile(Usage(input_tokens=15, output_tokens=60))
+        assert used(limiter) == [95]
         lease.reconcile(Usage(input_tokens=10, output_tokens=120))
     assert used(limiter) == [130]
+
+
+async def test_reserved_settles_at_the_truth_what_declared_nothing() -> None:
+    """Its server never counted the estimate."""
+    limiter = TokenRateLimiter(Quota(1000, settle="reserved"))
+    async with anyio.create_task_group() as tasks:
+        async with limiter.reserve(Usage(input_tokens=600, output_tokens=300)) as lease:
+            admitted = await start(tasks, limiter, [250])
+            lease.progress(Usage(input_tokens=600, output_tokens=350))
+            lease.reconcile(Usage(input_tokens=600, output_tokens=140))
+            assert used(limiter) == [990]
+            lease.reconcile(Usage(input_tokens=600, output_tokens=10))
+    assert (admitted, used(limiter)) == ([(0, 250)], [860])
+
+
+async def test_reserved_never_credits_a_total_that_says_nothing_of_a_maximum() -> None:
+    for asked, actual in ((90, Usage(input_tokens=9)), (Usage(input_tokens=90), 9), (90, 9)):
+        limiter = TokenRateLimiter(Quota(1000, settle="reserved"))
+        with limiter.acquire_nowait(asked) as lease:
+            lease.reconcile(actual)
+            lease.reconcile(actual)
+            assert used(limiter) == [90]
+            lease.reconcile(Usage(input_tokens=130))
+        assert used(limiter) == [130]
+
+
+async def test_a_refused_call_tried_again_counts_its_declared_maximum_again() -> None:
+    limiter = TokenRateLimiter(Quota(1000, settle="reserved"))
+    with limiter.acquire_nowait(Usage(input_tokens=10, max_output_tokens=80)) as lease:
+        lease.refused()
+        assert used(limiter) == [0]
+        lease.reconcile(Usage(input_tokens=10, output_tokens=3))
+    assert used(limiter) == [90]
 
 
 async def test_reserved_gives_back_what_was_never_sent() -> None:
@@ -848,7 +884,7 @@ async def test_what_others_use_is_gone_after_the_period_at_the_latest() -> None:
 async def test_a_better_observation_lets_waiters_go() -> None:
     limiter = TokenRateLimiter(tokens_per_minute=100)
     limits = TokenLimits(limiter)
-    said(limiter, remaining=0)
+    said(limiter, remaining=0, limit=100)
     async with anyio.create_task_group() as tasks:
         admitted = await start(tasks, limits, [50, 60])
         await anyio.sleep(10)
@@ -858,16 +894,36 @@ async def test_a_better_observation_lets_waiters_go() -> None:
     assert admitted == [(10, 50), (70, 60)]
 
 
-async def test_a_changed_limit_is_adopted() -> None:
+async def test_a_limit_that_the_server_lowered_and_raised_again_is_followed() -> None:
     limiter = TokenRateLimiter(tokens_per_minute=100)
-    await fill(limiter, 100)
+    await fill(limiter, 40)
     async with anyio.create_task_group() as tasks:
-        admitted = await start(tasks, limiter, [80])
+        said(limiter, limit=50)
+        admitted = await start(tasks, limiter, [45])
         await anyio.sleep(10)
         said(limiter, limit=500)
-    assert admitted == [(10, 80)]
-    assert limiter.statistics().quotas[0].limit == 500
-    assert limiter.delay(400) == 50
+    assert admitted == [(10, 45)]
+    assert limiter.statistics().quotas[0].limit == 100
+
+
+async def test_a_limit_below_the_accounts_stays() -> None:
+    """A job's tenth of an account became all of it with the first answer."""
+    limiter = TokenRateLimiter(tokens_per_minute=100)
+    async with anyio.create_task_group() as tasks:
+        admitted = await start(tasks, limiter, [80, 30])
+        said(limiter, limit=1_000, remaining=300, reset=60)  # 620 by others
+        await wait_all_tasks_blocked()
+        assert (used(limiter), limiter.statistics().quotas[0].limit) == ([80], 100)
+    assert admitted == [(0, 80), (60, 30)]
+    with pytest.raises(RequestTooLarge):
+        limiter.acquire_nowait(101)
+
+
+async def test_no_server_ends_a_pause_by_limit() -> None:
+    limiter = TokenRateLimiter(tokens_per_minute=100)
+    limiter.set_limit("tokens", 0)
+    said(limiter, limit=1_000, remaining=1_000)
+    assert limiter.delay(1) == math.inf
 
 
 async def test_a_lower_limit_fails_those_it_makes_impossible() -> None:
@@ -933,8 +989,8 @@ async def test_a_status_that_could_mean_two_quotas_is_ignored() -> None:
 async def test_a_status_is_matched_by_a_limit_adopted_before() -> None:
     limiter = TokenRateLimiter(Quota(100), Quota(1000, per=86_400))
     said(limiter, limit=200, per=60)
-    said(limiter, limit=200, remaining=50)
-    assert used(limiter) == [150, 0]
+    said(limiter, limit=200, remaining=50)  # 150 by others
+    assert used(limiter) == [50, 0]
 
 
 async def test_an_observation_for_one_tenant_concerns_no_other() -> None:

@@ -337,17 +337,6 @@ def test_a_credit_is_never_more_than_what_is_still_there() -> None:
     assert gate.used == 15
 
 
-def test_reserved_never_credits_but_charges_an_overrun() -> None:
-    gate = WindowGate(LIMIT, PER, settle="reserved")
-    charge = gate.charge(60, 0.0)
-    charge = gate.correct(charge, 10, 1.0)
-    assert gate.used == 60
-    charge = gate.correct(charge, 130, 2.0)
-    assert gate.used == 130
-    gate.undo(charge, 2.0)
-    assert gate.used == 0
-
-
 def test_leeway_is_added_to_the_period() -> None:
     gate = WindowGate(LIMIT, PER, leeway=0.5)
     gate.charge(LIMIT, 0.0)
@@ -459,10 +448,10 @@ def test_what_was_left_when_a_long_call_began_is_not_what_is_left_now() -> None:
 def test_an_answer_to_an_earlier_call_does_not_replace_what_a_later_one_told() -> None:
     gate = WindowGate(LIMIT, PER)
     observe(gate, 10.0, 1.0, remaining=40, reset=30.0)
-    observe(gate, 11.0, 5.0, remaining=90, reset=33.0, limit=200)
-    assert gate.limit == 200
+    observe(gate, 11.0, 5.0, remaining=90, reset=33.0, limit=80)
+    assert gate.limit == 80
     assert gate.used_at(11.0) == 60
-    observe(gate, 12.0, 1.0, remaining=190, reset=30.0)
+    observe(gate, 12.0, 1.0, remaining=70, reset=30.0)
     assert gate.used_at(12.0) == 10
 
 
@@ -539,8 +528,59 @@ def test_more_remaining_than_the_limit_is_nobody() -> None:
     gate = WindowGate(LIMIT, PER)
     observe(gate, 0.0, remaining=10 * LIMIT)
     assert gate.used_at(0.0) == 0
-    observe(gate, 0.0, limit=250, remaining=250, reset=math.nan)
+    observe(gate, 0.0, limit=50, remaining=250, reset=math.nan)
+    assert (gate.limit, gate.used_at(0.0)) == (50, 0)
+
+
+def test_of_ones_own_limit_and_the_servers_the_lower_counts() -> None:
+    """A batch job that was given a tenth of its account took all of it."""
+    gate = WindowGate(LIMIT, PER)
+    for told, counts in ((20 * LIMIT, LIMIT), (60, 60), (80, 80), (250, LIMIT), (0, LIMIT)):
+        observe(gate, 0.0, limit=told)
+        assert (gate.limit, gate.largest()) == (counts, counts)
+    gate.limit = 400
     assert gate.limit == 250
+    gate.limit = 0
+    observe(gate, 0.0, limit=250, remaining=250)
+    assert (gate.limit, gate.ready_at(1, 0.0)) == (0, math.inf)
+
+
+def test_others_take_room_of_ours_only_where_the_account_is_nearer_to_its_limit() -> None:
+    gate = WindowGate(LIMIT, PER)
+    gate.charge(40, 0.0)
+    observe(gate, 1.0, limit=1_000, remaining=200, reset=40.0)  # 760 by others
+    assert gate.used_at(1.0) == 40
+    assert [gate.ready_at(cost, 1.0) for cost in (60, 61)] == [1, 60]
+    observe(gate, 2.0, remaining=30, reset=40.0)  # of 1,000 still; 930 by others
+    assert gate.used_at(2.0) == 70
+    assert [gate.ready_at(cost, 2.0) for cost in (30, 31, 60, 61)] == [2, 42, 42, 60]
+    gate.limit = 90
+    assert gate.used_at(2.0) == 60
+    assert [gate.ready_at(cost, 2.0) for cost in (30, 31, 50, 51)] == [2, 42, 42, 60]
+
+
+@given(
+    charges=st.lists(st.tuples(st.floats(0, 50), st.integers(1, 40)), max_size=12),
+    told=st.integers(1, 3 * LIMIT),
+    remaining=st.integers(0, 3 * LIMIT),
+    steadily=st.booleans(),
+    cost=costs,
+)
+def test_ready_at_is_the_first_instant_at_which_both_limits_have_room(
+    charges: list[tuple[float, int]], told: int, remaining: int, steadily: bool, cost: int
+) -> None:
+    gate = WindowGate(LIMIT, PER)
+    for at, amount in sorted(charges):
+        gate.charge(amount, at)
+    said = {"limit": told, "remaining": remaining, "refills_steadily": steadily}
+    observe(gate, 50.0, **said, reset=35.0)
+    ready = gate.ready_at(cost, 50.0)
+    if ready == math.inf:
+        assert cost > gate.limit
+    else:
+        if ready > 50 + 1e-9:  # seconds
+            assert gate.used_at(ready - 1e-9) + cost > gate.limit
+        assert gate.used_at(ready) + cost <= gate.limit
 
 
 def test_a_limit_of_nothing_is_refused_and_set_later_is_a_pause() -> None:

@@ -10,11 +10,11 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import lru_cache
 from itertools import islice
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 from ._usage import QuotaStatus
 
@@ -85,10 +85,13 @@ _UNITS: Final = {
 }
 
 _LARGEST: Final = 1 << 40  # some say "unlimited" with the largest 64-bit number
+_SURELY_SENSIBLE: Final = 12  # digits
 _LONGEST: Final = 366 * DAY
 _UNIX: Final = 1e9  # from here on a number is an instant, and
 _UNIX_MILLISECONDS: Final = 1e11  # from here on one in milliseconds
 _MOST_HEADERS: Final = 1_000
+_LONGEST_NAME: Final = 100
+_TEXT: Final = (bytes, str)
 _LONGEST_TEXT: Final = 2_000
 
 
@@ -102,7 +105,7 @@ class Headers:
     __slots__ = ("_pairs", "_unix_now")
 
     def __init__(self, headers: object, unix_now: float | None = None) -> None:
-        self._pairs = list(_pairs(headers))
+        self._pairs = _pairs(headers)
         self._unix_now = unix_now
 
     def _now(self) -> float:
@@ -118,8 +121,9 @@ class Headers:
         """A number of seconds, a duration, or what is left until an instant."""
         number = _number(text)
         if number is None:
-            instant = None if _DURATION.match(text) else _instant(text)
-            return duration(text) if instant is None else self._until(instant)
+            length = duration(text)
+            instant = _instant(text) if length is None else None
+            return length if instant is None else self._until(instant)
         if number < _UNIX:
             return sensible(number)
         return self._until(number if number < _UNIX_MILLISECONDS else number / 1000)
@@ -129,23 +133,27 @@ class Headers:
         exact = self.first("retry-after-ms", _milliseconds)
         return self.first("retry-after", self.seconds) if exact is None else exact
 
-    def quotas(self, periods: Mapping[str, float]) -> Iterator[QuotaStatus]:
-        """What each quota is at; `periods` is for units whose headers name none."""
+    def quotas(
+        self,
+        periods: Mapping[str, float],
+        *,
+        otherwise: float | None = None,
+        refills_steadily: bool = False,
+    ) -> Iterator[QuotaStatus]:
+        """What each quota is at; `periods` is for units whose headers name none.
+
+        Where nothing implies a period it is `otherwise`.
+        """
         known: dict[tuple[str, float | None], dict[str, Any]] = {}
         for name, text in self._pairs:
-            found = _QUOTA.fullmatch(name) or _ANTHROPIC_QUOTA.fullmatch(name)
-            value = found and _either(text, self._reader(name, found["what"]))
-            if found and value is not None:
-                quota = _UNITS[found["of"]], PERIODS.get(found["period"])
-                known.setdefault(quota, {}).setdefault(found["what"], value)
-        for (of, period), numbers in known.items():
-            status = QuotaStatus(of=of, per=period or periods.get(of), **numbers)
-            yield status if status.per else replace(status, per=_implied_period(status))
-
-    def _reader(self, name: str, what: str) -> Callable[[str], float | None]:
-        if what == "reset":
-            return self.seconds
-        return _rounded if name.endswith("tokens-remaining") else count
+            field = _field(name)
+            if field is not None:
+                value = _either(text, self.seconds if field.what == "reset" else field.read)
+                if value is not None:
+                    known.setdefault((field.of, field.per), {}).setdefault(field.what, value)
+        for (of, named), numbers in known.items():
+            per = named or periods.get(of) or _implied_period(**numbers) or otherwise
+            yield QuotaStatus(of=of, per=per, refills_steadily=refills_steadily, **numbers)
 
     def _until(self, instant: float) -> float | None:
         """0.0 where clocks differ a little; an instant long past is nonsense."""
@@ -155,6 +163,8 @@ class Headers:
 
 def count(text: str) -> int | None:
     """A whole number that makes sense."""
+    if text.isdecimal() and text.isascii() and len(text) <= _SURELY_SENSIBLE:
+        return int(text)  # as nearly all are
     number = _number(text)
     return int(number) if number is not None and number <= _LARGEST and number % 1 == 0 else None
 
@@ -162,6 +172,9 @@ def count(text: str) -> int | None:
 def duration(text: str) -> float | None:
     """`120ms`, `6m0s`, `1 minute`: in seconds."""
     text = text.strip().lower()
+    part = _PART.fullmatch(text)
+    if part is not None:  # as most are
+        return sensible(float(part[1]) * _SECONDS[part[2]])
     if not _DURATION.fullmatch(text):
         return None
     return sensible(sum(float(n) * _SECONDS[unit] for n, unit in _PART.findall(text)))
@@ -174,27 +187,60 @@ def sensible(seconds: float) -> float | None:
 
 def text_of(value: object) -> str:
     """What can be read as text; empty where nothing can."""
-    if isinstance(value, (bytes, bytearray)):
-        return value[:_LONGEST_TEXT].decode(errors="replace")
     if isinstance(value, str):
         return value[:_LONGEST_TEXT]
+    if isinstance(value, (bytes, bytearray)):
+        return value[:_LONGEST_TEXT].decode(errors="replace")
     return str(value) if type(value) in (int, float) else ""
 
 
-def _pairs(headers: Any) -> Iterator[tuple[str, str]]:
+def _pairs(headers: Any) -> list[tuple[str, str]]:
+    """Those that may matter here."""
+    pairs: list[tuple[str, str]] = []
     with suppress(Exception):
-        items = headers.items() if hasattr(headers, "items") else headers
+        items = getattr(headers, "raw", None)  # of httpx: as they came
+        if type(items) is not list:
+            items = headers.items() if hasattr(headers, "items") else headers
         for item in islice(items, _MOST_HEADERS):
             if isinstance(item, (tuple, list)) and len(item) == 2:
-                name = text_of(item[0]).strip().lower()
-                if "rate" in name or "retry" in name or name == "date":
-                    yield name, text_of(item[1])
+                name = _known_name(item[0]) if type(item[0]) in _TEXT else ""
+                if name:
+                    pairs.append((name, text_of(item[1])))
+    return pairs
+
+
+@lru_cache(1_000)
+def _known_name(name: bytes | str) -> str:
+    """A header's name as it is looked up; empty for one that says nothing here."""
+    text = text_of(name[:_LONGEST_NAME]).strip().lower()
+    return text if "rate" in text or "retry" in text or text == "date" else ""
+
+
+class _Field(NamedTuple):
+    """What a header says that is about a quota."""
+
+    of: str
+    per: float | None
+    what: str
+    read: Callable[[str], int | None]
+
+
+@lru_cache(1_000)
+def _field(name: str) -> _Field | None:
+    found = _QUOTA.fullmatch(name) or _ANTHROPIC_QUOTA.fullmatch(name)
+    if found is None:
+        return None
+    read = _rounded if name.endswith("tokens-remaining") else count
+    return _Field(_UNITS[found["of"]], PERIODS.get(found["period"]), found["what"], read)
 
 
 def _either(text: str, parse: Callable[[str], T | None]) -> T | None:
     """Headers of one name may have been joined, and dates have commas of their own."""
-    parsed = (parse(part.strip()) for part in (text, *text.split(", ")))
-    return next((value for value in parsed if value is not None), None)
+    value = parse(text.strip())
+    if value is None and "," in text:
+        parsed = (parse(part.strip()) for part in text.split(", "))
+        value = next((value for value in parsed if value is not None), None)
+    return value
 
 
 def _number(text: str) -> float | None:
@@ -221,9 +267,10 @@ def _instant(text: str) -> float | None:
     return None
 
 
-def _implied_period(status: QuotaStatus) -> float | None:
+def _implied_period(
+    limit: int | None = None, remaining: int | None = None, reset: float | None = None
+) -> float | None:
     """A day, if it refills steadily and so slowly: of 10,000 requests one is back in 8.64 s."""
-    limit, remaining, reset = status.limit, status.remaining, status.reset
     if limit is None or remaining is None or reset is None or remaining >= limit:
         return None
     period = reset * limit / (limit - remaining)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from ._headers import MINUTE
-from ._refusal import LONGEST_WAIT, Refusal, classify, read_status
+from ._headers import MINUTE, Headers
+from ._refusal import LONGEST_WAIT, Refusal, classify, status_of
 from ._usage import (
     RateLimitStatus,
     Request,
@@ -174,8 +174,8 @@ class Provider:
         declared = request.max_output_tokens
         if declared is None:
             declared = self.assumed_output_tokens
-        if declared is not None and self.repeats_input and declared:
-            declared = max(declared, request.input_tokens)
+        if self.repeats_input and (declared or request.choices > 1):
+            declared = max(declared or 0, request.input_tokens)
         return Usage(
             input_tokens=request.input_tokens,
             output_tokens=output_tokens,
@@ -196,15 +196,15 @@ class Provider:
         what was left when a long call began has come back since. `body` matters for refusals.
         A `retry_after` beyond `longest_wait` is left out, for nobody should pause for it.
         """
-        said = read_status(headers, body, age=age, periods=self.header_periods, unix_now=unix_now)
-        quotas = (
-            replace(quota, per=quota.per or MINUTE, refills_steadily=self.refills_steadily)
-            for quota in said.quotas
+        return status_of(
+            Headers(headers, unix_now),
+            body,
+            age,
+            self.header_periods,
+            otherwise=MINUTE,
+            refills_steadily=self.refills_steadily,
+            longest_wait=self.longest_wait,
         )
-        delay = said.retry_after
-        if delay is not None and delay > self.longest_wait:
-            delay = None
-        return replace(said, quotas=tuple(quotas), retry_after=delay)
 
     def classify(self, outcome: object) -> Refusal | None:
         """What kind of refusal a response, or what an SDK raised, is; None: it is none.

@@ -6,10 +6,11 @@ outcome is whatever somebody's server, proxy or SDK made of it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from socket import gaierror
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, TypeAlias, final
@@ -19,7 +20,7 @@ from ._errors import NoReplica, QueueFull, RequestTooLarge, WaitTimeout
 from ._headers import Headers
 from ._usage import RateLimitStatus, known_seconds
 
-__all__ = ["LONGEST_WAIT", "Refusal", "RefusalKind", "classify", "read_status"]
+__all__ = ["LONGEST_WAIT", "Refusal", "RefusalKind", "classify", "read_status", "status_of"]
 
 RefusalKind: TypeAlias = Literal[
     "wait", "overloaded", "too_large", "exhausted", "rejected", "unsent"
@@ -111,16 +112,34 @@ def read_status(
     rest and reset are those of a steady refill that takes a day, `per` is a day. Whether a
     quota `refills_steadily` no header says; a `Provider` knows.
     """
-    said = Headers(headers, unix_now)
-    text = None if body is None else document(body)
-    complaint = read_complaint(text) if isinstance(text, dict) else Complaint()
-    stated = (*complaint.quotas, *said.quotas(periods))
+    return status_of(Headers(headers, unix_now), body, age, periods)
+
+
+def status_of(
+    said: Headers,
+    body: object,
+    age: float,
+    periods: Mapping[str, float],
+    *,
+    otherwise: float | None = None,
+    refills_steadily: bool = False,
+    longest_wait: float = math.inf,
+) -> RateLimitStatus:
+    """The body of `read_status`, and what only a `Provider` knows."""
+    stated = tuple(said.quotas(periods, otherwise=otherwise, refills_steadily=refills_steadily))
     delay = said.retry_after()
-    return RateLimitStatus(
-        quotas=tuple({(quota.of, quota.per): quota for quota in stated}.values()),
-        retry_after=complaint.retry_after if delay is None else delay,
-        age=known_seconds(age) or 0.0,
-    )
+    text = None if body is None else document(body)
+    if isinstance(text, dict):
+        complaint = read_complaint(text)
+        delay = complaint.retry_after if delay is None else delay
+        named = {(quota.of, quota.per): quota for quota in stated}
+        for quota in complaint.quotas:
+            quota = replace(quota, per=quota.per or otherwise, refills_steadily=refills_steadily)
+            named.setdefault((quota.of, quota.per), quota)
+        stated = tuple(named.values())
+    if delay is not None and delay > longest_wait:
+        delay = None
+    return RateLimitStatus(quotas=stated, retry_after=delay, age=known_seconds(age) or 0.0)
 
 
 def classify(

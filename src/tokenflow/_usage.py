@@ -103,9 +103,9 @@ class Usage:
     max_output_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
+        counts = _counts_of(self)
+        if set(map(type, counts)) != _INT or min(counts) < 0:
+            for name, value in zip(_COUNTS, counts, strict=True):
                 object.__setattr__(self, name, token_count(value, name))
         if self.max_output_tokens is not None:
             maximum = token_count(self.max_output_tokens, "max_output_tokens")
@@ -165,6 +165,8 @@ class Usage:
 
 
 _COUNTS = ("input_tokens", "output_tokens", "cached_tokens", "cache_write_tokens", "requests")
+_counts_of = operator.attrgetter(*_COUNTS)
+_INT = {int}
 
 
 @final

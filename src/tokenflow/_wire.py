@@ -12,20 +12,44 @@ these are other people's servers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final, NamedTuple, final
+from typing import Final, TypedDict, final
 
 from ._usage import Request, Usage
 
-__all__ = ["UsageReader", "emitted_text", "is_cut_off", "is_last", "read_request", "read_usage"]
+__all__ = [
+    "Settings",
+    "UsageReader",
+    "emitted_text",
+    "is_cut_off",
+    "is_last",
+    "read_request",
+    "read_settings",
+    "read_usage",
+]
 
 
-class _Dialect(NamedTuple):
+class Settings(TypedDict):
+    """What `Request` is told by a body."""
+
+    model: str | None
+    max_output_tokens: int | None
+    choices: int
+
+
+class _Dialect:
     """Names to add up for the input and the output; of names for one thing, the largest."""
 
-    input: tuple[str, ...]
-    output: tuple[str, ...]
-    cached: tuple[str, ...] = ()
-    written: tuple[str, ...] = ()
+    __slots__ = ("cached", "input", "marks", "output", "written")
+
+    def __init__(
+        self,
+        input: tuple[str, ...],
+        output: tuple[str, ...],
+        cached: tuple[str, ...] = (),
+        written: tuple[str, ...] = (),
+    ) -> None:
+        self.input, self.output, self.cached, self.written = input, output, cached, written
+        self.marks = frozenset(input + output)  # by which it is known
 
 
 _CACHE: Final = ("cache_read_input_tokens", "cache_creation_input_tokens")
@@ -65,8 +89,10 @@ _DIALECTS: Final = (
     # Embeddings and rerankers that report nothing else.
     _Dialect(("total_tokens",), ()),
 )
-_DETAILS: Final = ("prompt_tokens_details", "input_tokens_details")
-_NUMBERS: Final = frozenset(name for dialect in _DIALECTS for names in dialect for name in names)
+_DETAILS: Final = frozenset(("prompt_tokens_details", "input_tokens_details"))
+_NUMBERS: Final = frozenset(
+    name for each in _DIALECTS for name in (*each.input, *each.output, *each.cached, *each.written)
+)
 _LARGEST: Final = 1 << 40  # beyond it is nonsense, and would be charged
 
 # Where a usage is kept, from the outermost object inwards.
@@ -84,7 +110,7 @@ _PLACES: Final = (
     ("result", "message", "usage"),  # a line of an Anthropic batch's results
 )
 # Cohere's numbers are a level further down; what it bills is not what it processed.
-_LEVELS: Final = (("tokens",), ("billed_units",), ())
+_LEVELS: Final = ("tokens", "billed_units")
 
 _MAXIMA: Final = (
     "max_tokens",
@@ -104,13 +130,6 @@ _DELTAS: Final = (
     "text",
     "thinking",
     "partial_json",
-)
-_STOPS: Final = (
-    ("stop_reason",),
-    ("delta", "stop_reason"),
-    ("status",),
-    ("response", "status"),
-    ("stopReason",),
 )
 _CUT_OFF: Final = ("length", "max_tokens", "MAX_TOKENS", "incomplete")
 _GOES_ON: Final = ("", "in_progress", "queued")
@@ -152,13 +171,15 @@ class UsageReader:
         self._take(usage)
 
     def _take(self, usage: object) -> bool:
-        for level in _LEVELS:
-            found = _numbers(_at(usage, level))
-            if found:
-                self._numbers.update({k: max(v, self._numbers.get(k, 0)) for k, v in found.items()})
-                self._usage = _meaning(self._numbers)
-                return True
-        return False
+        found: dict[str, int] = {}
+        for owner in (*_present(usage, _LEVELS), usage):
+            found = found or _numbers(owner)
+        for name, known in self._numbers.items():
+            found[name] = max(known, found.get(name, 0))
+        if found:
+            self._numbers = found
+            self._usage = _meaning(found)
+        return bool(found)
 
     @property
     def usage(self) -> Usage | None:
@@ -187,14 +208,18 @@ def read_usage(response: object) -> Usage:
 
 def read_request(body: object, *, input_tokens: int, task: str | None = None) -> Request:
     """The body of `Request.from_body`."""
+    return Request(input_tokens=input_tokens, task=task, **read_settings(body))
+
+
+def read_settings(body: object) -> Settings:
+    """What a request's body says of the output, and of whom it is asked."""
+    places = [body, *_present(body, _SETTINGS)]
     model = _get(body, "model")
-    return Request(
-        input_tokens=input_tokens,
-        max_output_tokens=_largest_setting(body, _MAXIMA),
-        task=task,
-        model=model if isinstance(model, str) else None,
-        choices=_largest_setting(body, _CHOICES) or 1,
-    )
+    return {
+        "model": model if isinstance(model, str) else None,
+        "max_output_tokens": _largest(places, _MAXIMA),
+        "choices": _largest(places, _CHOICES) or 1,
+    }
 
 
 def emitted_text(event: object) -> str:
@@ -232,12 +257,11 @@ def is_last(event: object) -> bool:
 
 def _reasons(response: object) -> Iterator[object]:
     """Why it stopped; None where it has not."""
-    for place in _STOPS:
-        yield _at(response, place)
     for choices in ("choices", "candidates"):
         for choice in _list(_get(response, choices)):
-            yield _get(choice, "finish_reason")
-            yield _get(choice, "finishReason")
+            yield from _present(choice, ("finish_reason", "finishReason"))
+    for owner in (response, *_present(response, ("delta", "response"))):
+        yield from _present(owner, ("stop_reason", "status", "stopReason"))
 
 
 def _gather(owner: object, names: tuple[str, ...], texts: list[str]) -> None:
@@ -251,10 +275,9 @@ def _list(found: object) -> Iterable[object]:
     return found if isinstance(found, (list, tuple)) else ()
 
 
-def _largest_setting(body: object, names: tuple[str, ...]) -> int | None:
-    places = (body, *(_get(body, settings) for settings in _SETTINGS))
-    found = [_get(place, name) for place in places if place is not None for name in names]
-    counts = [_count(value) for value in found if value is not None]
+def _largest(places: Iterable[object], names: tuple[str, ...]) -> int | None:
+    """Of all settings with one of these names; None where there is none that makes sense."""
+    counts = [_count(value) for place in places for value in _present(place, names)]
     return max((count for count in counts if count is not None), default=None)
 
 
@@ -270,43 +293,46 @@ def _get(owner: object, name: str) -> object:
     return getattr(owner, name, None)
 
 
+def _present(owner: object, names: tuple[str, ...]) -> list[object]:
+    """What is there under these names."""
+    if type(owner) is dict:  # the same in fewer steps
+        return [owner[name] for name in names if name in owner and owner[name] is not None]
+    return [found for name in names if (found := _get(owner, name)) is not None]
+
+
 def _count(value: object) -> int | None:
     """A whole number that makes sense, or None; Cohere sends whole floats."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return value if type(value) is int and 0 <= value <= _LARGEST else None
+    if type(value) is int:
+        return value if 0 <= value <= _LARGEST else None
+    return _count(int(value)) if isinstance(value, float) and value.is_integer() else None
 
 
 def _numbers(usage: object) -> dict[str, int]:
-    if usage is None:
-        return {}
-    names = [name for name in usage if name in _NUMBERS] if type(usage) is dict else _NUMBERS
-    found = {name: _get(usage, name) for name in names}
-    for name in _DETAILS:
-        found[name] = _get(found.get(name), "cached_tokens")
-    counts = {name: _count(value) for name, value in found.items() if value is not None}
-    return {name: count for name, count in counts.items() if count is not None}
+    """Those it holds that make sense."""
+    if type(usage) is dict:  # the same in fewer steps
+        values = {name: usage[name] for name in _NUMBERS.intersection(usage)}
+    else:
+        values = {name: _get(usage, name) for name in _NUMBERS if usage is not None}
+    for name in _DETAILS.intersection(values):
+        values[name] = _get(values[name], "cached_tokens")
+    return {name: count for name, value in values.items() if (count := _count(value)) is not None}
 
 
 def _meaning(numbers: Mapping[str, int]) -> Usage | None:
     for dialect in _DIALECTS:
-        if any(name in numbers for name in (*dialect.input, *dialect.output)):
+        if not dialect.marks.isdisjoint(numbers):
             return _interpret(numbers, dialect)
     return None
 
 
 def _interpret(numbers: Mapping[str, int], dialect: _Dialect) -> Usage:
-    input_tokens, output_tokens = (
-        sum(numbers.get(name, 0) for name in names) for names in (dialect.input, dialect.output)
-    )
-    cached, written = (
-        max((numbers.get(name, 0) for name in names), default=0)
-        for names in (dialect.cached, dialect.written)
-    )
+    input_tokens = sum([numbers.get(name, 0) for name in dialect.input])
+    cached = max([numbers.get(name, 0) for name in dialect.cached], default=0)
+    written = max([numbers.get(name, 0) for name in dialect.written], default=0)
     cached = min(cached, input_tokens)
     return Usage(
         input_tokens=input_tokens,
-        output_tokens=output_tokens,
+        output_tokens=sum([numbers.get(name, 0) for name in dialect.output]),
         cached_tokens=cached,
         cache_write_tokens=min(written, input_tokens - cached),
     )

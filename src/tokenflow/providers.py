@@ -112,8 +112,8 @@ def openai(
     So a maximum that is not used costs quota all the same: declare what you need. By its
     documentation a call counts the `larger` of its input and its declared maximum, for each
     choice; the "sum" of both, the default, is safe whichever it is, and leaves unused what the
-    smaller one is. A call that declares none counts what it was estimated at, or more if it
-    turns out so.
+    smaller one is. A call that declares none counts what it is estimated at, and in the end
+    what it has used.
     """
     is_larger = counts == "larger"
     if counts not in ("sum", "larger"):

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final, Literal, Self, TypeVar, final
 
 from tokenflow._errors import TokenflowError
 from tokenflow._refusal import Refusal
-from tokenflow._run import current_run
+from tokenflow._run import OUTSIDE, Run, current_run
 from tokenflow._usage import Request, Usage, known_seconds
-from tokenflow._wire import is_cut_off
+from tokenflow._wire import is_cut_off, read_usage
 from tokenflow.estimation import TokenCounter
 from tokenflow.limits import Lease, TokenRateLimiter
 from tokenflow.limits._lease import log
@@ -66,7 +66,7 @@ class CallEvent:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Ticket:
     """What a call asks its limits with."""
 
@@ -128,6 +128,7 @@ class Call:
         "_outcome",
         "_prepare",
         "_refusal",
+        "_run",
         "_said",
         "_started",
         "_tenant",
@@ -157,6 +158,7 @@ class Call:
         self._truncated = False
         self._meter: Meter | None = None
         self._before: Call | None = None
+        self._run: Run = OUTSIDE
         self._started = math.nan
 
     # -- what it is --------------------------------------------------------
@@ -274,7 +276,7 @@ class Call:
         ticket = self._held()
         if headers is None:
             return
-        age = max(0.0, _now() - self._started)
+        age = max(0.0, self._now() - self._started)
         try:
             status = ticket.rules.status(headers, body, age=age)
         except Exception as error:  # by rules of the user's own
@@ -302,7 +304,7 @@ class Call:
         if type(actual) is int:
             known = min(self.request.input_tokens, actual)
             return Usage(input_tokens=known, output_tokens=actual - known)
-        return Usage.from_response(actual)
+        return read_usage(actual)
 
     def _hold_back(self, refusal: Refusal | None, outcome: object) -> None:
         """Nobody else is to run into the same wall."""
@@ -336,7 +338,8 @@ class Call:
             self._not_admitted(ticket, error)
             raise
         self._ticket = ticket
-        self._started = _now()
+        self._run = current_run() or OUTSIDE
+        self._started = self._now()
         return self
 
     def _not_admitted(self, ticket: Ticket | None, error: BaseException) -> None:
@@ -410,6 +413,10 @@ class Call:
             except Exception as error:
                 log(logging.ERROR, "the estimator %r raised %r", self._flow.estimator, error)
 
+    def _now(self) -> float:
+        """By the clock of the run that it began in."""
+        return self._run.now()
+
     def _report(self) -> None:
         ticket = self._held()
         charged = _NOTHING if self._outcome == "unsent" else self.usage
@@ -426,7 +433,7 @@ class Call:
                 estimated=ticket.estimated,
                 charged=charged,
                 waited=self.waited,
-                seconds=_now() - self._started,
+                seconds=self._now() - self._started,
                 replica=getattr(self.replica, "name", None),
                 refusal=self._refusal,
                 error=self._error,
@@ -456,8 +463,3 @@ def _is_the_servers(refusal: Refusal | None, outcome: object) -> bool:
         return refusal.kind == "unsent" and not isinstance(outcome, TokenflowError)
     status = getattr(getattr(outcome, "response", outcome), "status_code", None)
     return isinstance(status, int) and status >= 500
-
-
-def _now() -> float:
-    run = current_run()
-    return math.nan if run is None else run.now()

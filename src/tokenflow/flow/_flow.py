@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterable, Awaitable, Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar, final
 
@@ -175,7 +175,7 @@ class TokenFlow:
         family = match(self._families, request.model, "limits")
         counter = self._counters.of(request.model)
         if count is not None:
-            request = replace(request, input_tokens=await count(counter))
+            request = _counted(request, await count(counter))
         rules = family.rules if rules is None else rules
         estimated = rules.charge(request, self._estimate(request))
         return Ticket(
@@ -269,3 +269,15 @@ class TokenFlow:
         limits = ", ".join(f"{pattern}: {each.limiter!r}" for pattern, each in self._families)
         calls = sum(self._outcomes.values())
         return f"<TokenFlow {limits}; {calls:,} calls, {self._tokens:,} tokens>"
+
+
+def _counted(request: Request, input_tokens: int) -> Request:
+    """`dataclasses.replace`, in half the time."""
+    return Request(
+        input_tokens=input_tokens,
+        max_output_tokens=request.max_output_tokens,
+        task=request.task,
+        model=request.model,
+        choices=request.choices,
+        content=request.content,
+    )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, Protocol, final
 
-from tokenflow._usage import Request
+from tokenflow._wire import read_settings
 from tokenflow.flow import Meter
 
 __all__ = ["Reader", "Unread", "described", "only_counts", "parsed", "reader"]
@@ -37,10 +37,11 @@ Body = dict[str, Any]
 
 def parsed(content: bytes) -> Any:
     """JSON, or None where it is none."""
-    try:
+    with suppress(ValueError, RecursionError):
+        return json.loads(content.decode())  # as nearly all is: saves asking how it is encoded
+    with suppress(ValueError, RecursionError):
         return json.loads(content)
-    except (ValueError, RecursionError):
-        return None
+    return None
 
 
 def described(path: str, content: bytes, is_json: bool, body: Any) -> dict[str, Any]:
@@ -52,12 +53,8 @@ def described(path: str, content: bytes, is_json: bool, body: Any) -> dict[str, 
     if not isinstance(body, dict):
         size = -(-len(content) // _BYTES_PER_TOKEN) if is_json else 0
         return {"input_tokens": size, "max_output_tokens": 0}
-    asked = Request.from_body(body, input_tokens=0)
-    options: dict[str, Any] = {
-        "model": asked.model or _model_in(path),
-        "max_output_tokens": asked.max_output_tokens,
-        "choices": asked.choices,
-    }
+    options: dict[str, Any] = {**read_settings(body)}
+    options["model"] = options["model"] or _model_in(path)
     if only_counts(path):
         return options | {"input_tokens": 0, "max_output_tokens": 0, "choices": 1}
     end = "/".join(["", *path.lower().split("/")[-2:]])  # before it there may be any name

@@ -515,6 +515,8 @@ def changed(
     """
     opened = [turnstile(gate) for gate in gates]
     fresh: list[Path] = []
+    if not (lowered or raised or any(each.lines for each in opened)):
+        return
     if lowered or raised:
         for path in {path for each in opened for path in each.paths}:
             path.sift(opened, fresh, lowered=lowered)

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Hashable
 from contextlib import suppress
+from dataclasses import replace
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, final
@@ -58,6 +59,7 @@ class Lease:
     """
 
     __slots__ = (
+        "_asked",
         "_charges",
         "_costs",
         "_epochs",
@@ -92,7 +94,7 @@ class Lease:
         max_wait: float | None,
     ) -> None:
         self._limiter = limiter
-        self.usage = usage
+        self.usage = self._asked = usage
         self.priority: int = priority
         self.tenant: Hashable = tenant
         self._max_wait = max_wait
@@ -134,8 +136,9 @@ class Lease:
         """Set what is charged to what it really was; the last one wins.
 
         Windows credit at most what is still in them, and charge an overrun now,
-        past the limit if need be: debt, which later calls wait out. Still counts
-        after `release` (in windows); does nothing after `cancel`.
+        past the limit if need be: debt, which later calls wait out. Those that settle
+        as "reserved" keep the maximum that a call declared. Still counts after
+        `release` (in windows); does nothing after `cancel`.
 
         Raises:
             TypeError, ValueError: a cost that makes no sense; nothing has changed.
@@ -143,7 +146,7 @@ class Lease:
         self._expect_held("reconcile")
         usage, costs = priced(self._path, actual, "actual")
         if self._state != "cancelled":
-            self._correct(usage, costs)
+            self._correct(usage, self._settled(usage, costs))
             self._reconciled = True
 
     def release(self) -> None:
@@ -195,15 +198,7 @@ class Lease:
         self._expect_held("refused")
         if self._state == "cancelled":
             return
-        path = self._path
-        now = path.enter().now()
-        usage, costs = priced(path, Usage())
-        for i, held in enumerate(self._costs):
-            if costs[i] < held and not path.gates[i].in_flight:
-                path.gates[i].undo(self._charges[i], now)  # `correct` would not credit it
-                self._charges[i] = path.gates[i].charge(costs[i], now)
-                self._costs[i] = costs[i]
-        self._correct(usage, costs)
+        self._correct(*priced(self._path, Usage()))
         self._reconciled = True
 
     def failed(self, *, retry_after: float | None = None) -> None:
@@ -238,6 +233,23 @@ class Lease:
         """Not where it was in flight in a run that has ended: that was given up with it."""
         each = self._path.turnstiles[i]
         return not each.gate.in_flight or self._epochs[i] == each.epoch
+
+    def _settled(self, actual: int | Usage, costs: list[int]) -> list[int]:
+        """What it comes to, where the server counts at arrival what a call declares."""
+        for i, (gate, held) in enumerate(zip(self._path.gates, self._costs, strict=False)):
+            if isinstance(gate, WindowGate) and gate.settle == "reserved":
+                costs[i] = self._settled_at(gate, held, actual, costs[i])
+        return costs
+
+    def _settled_at(self, gate: WindowGate, held: int, actual: int | Usage, cost: int) -> int:
+        asked = self._asked
+        if not isinstance(asked, Usage) or not isinstance(actual, Usage):
+            return max(held, cost)  # nobody knows what was declared
+        if asked.max_output_tokens is None:
+            return cost
+        if actual.max_output_tokens is None:
+            cost = gate.cost(replace(actual, max_output_tokens=asked.max_output_tokens))
+        return max(held, cost)
 
     def _correct(self, usage: int | Usage, costs: list[int]) -> None:
         path = self._path

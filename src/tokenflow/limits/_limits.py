@@ -113,7 +113,8 @@ class TokenLimits(Limiter):
         """Let each rate limiter among the members take in what concerns its quotas.
 
         A budget of your own that counts the same unit over the same period would follow the
-        server's numbers too: then observe at the server's limiter in `members`.
+        server's numbers too, where they are lower: then observe at the server's limiter in
+        `members`.
         """
         for limiter in self.rate_limiters():
             limiter.observe(status, tenant=tenant)

@@ -40,7 +40,8 @@ class Quota:
     """At most `limit` in any `per` seconds.
 
     Args:
-        limit: In the unit that `of` names; at least 1.
+        limit: In the unit that `of` names; at least 1. It may be a part of what the account
+            has: where a server names another limit, the lower of the two counts.
         per: The period, in seconds.
         of: "tokens", "input_tokens", "output_tokens", "requests", or a pure
             function from a Usage to an int (burn-down rates, cache weights,
@@ -50,9 +51,10 @@ class Quota:
             limit / per (the generic cell rate algorithm). A larger call goes when the
             schedule is clear, and delays what follows. None: a whole period's
             worth may go in its first second.
-        settle: "actual" corrects a charge to what was really used. "reserved"
-            never credits, and counts a call's `max_output_tokens` where that is
-            more: for providers that charge the declared maximum at arrival.
+        settle: "actual" corrects a charge to what was really used. "reserved" counts
+            a call's `max_output_tokens` where that is more, and never credits that: for
+            providers that charge the declared maximum at arrival. A call that declared
+            none, as a Usage, is corrected to what was really used there too.
         leeway: Seconds added to `per`, for network jitter on the way to a server
             that counts for itself.
         name: For `set_limit`, `observe` and `statistics`; by default `of`.
@@ -127,6 +129,7 @@ class QuotaStatistics:
     """One quota now: `used` counts what is in the window, others' use included.
 
     With `by="tenant"` it is the sum over `ledgers` tenants, each of whom has `limit`.
+    `limit` is the lower of what was set and what the server told.
     `paused_for` is in seconds.
     """
 
@@ -155,10 +158,20 @@ class _Ledgers:
     A tenant's gate also lives as long as a lease or a waiter refers to it.
     """
 
-    __slots__ = ("_known", "_limit", "_paused_until", "_run", "_sweep_at", "_turnstiles", "quota")
+    __slots__ = (
+        "_known",
+        "_limit",
+        "_paused_until",
+        "_run",
+        "_sweep_at",
+        "_turnstiles",
+        "_units",
+        "quota",
+    )
 
     def __init__(self, quota: Quota) -> None:
         self.quota = quota
+        self._units = (quota.name, unit_name(quota.of))
         self._limit = quota.limit
         self._paused_until, self._run = -math.inf, OUTSIDE
         # Turnstiles, and not gates: they know by which clock a gate goes.
@@ -180,7 +193,7 @@ class _Ledgers:
 
     @property
     def limit(self) -> int:
-        """Of each gate; a server may have changed that of some tenants."""
+        """Of each gate; a server may have lowered that of some tenants."""
         return self._limit if self.quota.by else self.gate(None).limit
 
     @limit.setter
@@ -188,6 +201,11 @@ class _Ledgers:
         self._limit = limit
         for gate in self:
             gate.limit = limit
+
+    @property
+    def account_limit(self) -> int:
+        """What the server calls the limit, as far as is known."""
+        return self._limit if self.quota.by else self.gate(None).account_limit
 
     def pause(self, pause: float, run: Run) -> bool:
         """Hold all gates, and those yet to come; tells whether that extends a pause."""
@@ -228,9 +246,7 @@ class _Ledgers:
         return shown
 
     def matches(self, status: QuotaStatus) -> bool:
-        quota = self.quota
-        units = (quota.name, unit_name(quota.of))
-        return status.of in units and status.per in (None, quota.per)
+        return status.of in self._units and status.per in (None, self.quota.per)
 
     def _new(self, key: Hashable) -> Turnstile:
         if len(self._turnstiles) >= self._sweep_at:
@@ -350,8 +366,10 @@ class TokenRateLimiter(Limiter):
         """Take in what the server says about its quotas.
 
         What it has counted beyond what is charged here is booked as others' use
-        until it resets, in place of what the last observation said; a changed
-        limit is adopted; `retry_after` pauses. A status that matches no quota by
+        until it resets, in place of what the last observation said. Of the limit that it
+        names and the one set here, the lower one counts; where that is the one set here,
+        others' use takes none of it until the account has too little left for both.
+        `retry_after` pauses. A status that matches no quota by
         name or unit and period, or that could mean several, is ignored, and so are numbers
         that make no sense.
 
@@ -361,21 +379,26 @@ class TokenRateLimiter(Limiter):
         if not isinstance(status, RateLimitStatus):
             raise TypeError(f"observe takes a RateLimitStatus, not {status!r}")
         age = known_seconds(status.age) or 0.0
-        for quota_status in status.quotas:
-            ledgers = self._observed(quota_status)
-            if ledgers is not None:
-                guard(islice(ledgers, 1))  # before a gate is made for a new tenant
-                gate = ledgers.gate(tenant)
-                now = guard([gate]).now()
-                largest = gate.largest()
-                gate.observe(quota_status, now, age)
-                lowered, raised = gate.largest() < largest, gate.largest() > largest
-                changed([gate], now, lowered=lowered, raised=raised)
+        observed = [(each, self._observed(each)) for each in status.quotas]
+        if self._by_tenant():  # before a gate is made for a new tenant
+            guard(gate for _, ledgers in observed for gate in islice(ledgers or (), 1))
+        told = [(each, ledgers.gate(tenant)) for each, ledgers in observed if ledgers is not None]
+        gates = [gate for _, gate in told]
+        if gates:
+            now = guard(gates).now()
+            before = [gate.largest() for gate in gates]
+            for each, gate in told:
+                gate.observe(each, now, age)
+            moved = [(gate.largest(), largest) for gate, largest in zip(gates, before, strict=True)]
+            lowered, raised = any(a < b for a, b in moved), any(a > b for a, b in moved)
+            changed(gates, now, lowered=lowered, raised=raised)
         if pause := known_seconds(status.retry_after):
             self.pause(pause)
 
     def set_limit(self, quota: str, limit: int) -> None:
         """Change the limit of the quota with this name (or unit); 0 is a pause.
+
+        A server's limit, where `observe` was told a lower one, still counts.
 
         Raising admits waiters before this returns. Lowering fails those in the
         queue that could no longer fit; what was charged stays charged.
@@ -408,7 +431,7 @@ class TokenRateLimiter(Limiter):
     def _observed(self, status: QuotaStatus) -> _Ledgers | None:
         found = [each for each in self._ledgers if each.matches(status)]
         if len(found) > 1:
-            found = [each for each in found if each.limit == status.limit]
+            found = [each for each in found if each.account_limit == status.limit]
         return found[0] if len(found) == 1 else None
 
     def _gates(self, tenant: Hashable) -> Iterable[Gate]:

@@ -26,6 +26,10 @@ blames others least is assumed. So a report that counts nobody but us keeps nobo
 waiting, however long the call took and whatever was sent meanwhile. Others' use
 leaves as the server forgets it: in small steps where that refills steadily, or else
 at the reset.
+
+A server's limit does not replace the configured one. We stay within the lower of the
+two, and we and others together within the server's, if it is known: others take room
+of ours only where the account would run out before we do.
 """
 
 from __future__ import annotations
@@ -81,6 +85,7 @@ class WindowGate:
         "_burst",
         "_busy_since",
         "_clear_at",
+        "_configured",
         "_first",
         "_foreign",
         "_interval",
@@ -91,14 +96,16 @@ class WindowGate:
         "_opened",
         "_others",
         "_paused_until",
-        "_settle",
         "_stale_at",
+        "_told",
         "_width",
         "_window",
         "_youngest",
+        "account_limit",
         "cost",
         "of",
         "per",
+        "settle",
         "used",
     )
 
@@ -122,7 +129,7 @@ class WindowGate:
         self.of: str = unit_name(of)
         self.per: float = positive_seconds(per, "per")
         self.used: int = 0
-        self._settle = settle
+        self.settle: Settle = settle  # for leases, who know what a call declared
         self._window = self.per + finite_seconds(leeway, "leeway")
         self._width = self._window / _SLOTS
         self._youngest: list[float] = []  # of each slot, the time of its last charge
@@ -141,18 +148,28 @@ class WindowGate:
         self._others: list[tuple[float, int]] = []  # when how much of that leaves
         self._observed_at = -math.inf  # when the call was sent that told so
         self._paused_until = paused_until
+        self._told = 0  # the server's limit, once it has named one
         self.limit = positive_int(limit, "limit")
 
     @property
     def limit(self) -> int:
-        """Writable; wakes nobody, which is for `TokenRateLimiter.set_limit`. 0 is a pause."""
+        """The lower of what was set and what the server last told.
+
+        Writable; wakes nobody, which is for `TokenRateLimiter.set_limit`. 0 is a pause.
+        """
         return self._limit
 
     @limit.setter
     def limit(self, limit: int) -> None:
-        self._limit = limit
-        if limit:
-            self._interval = self.per / limit
+        self._configured = limit
+        self._compare_limits()
+
+    def _compare_limits(self) -> None:
+        # What we and others have together, as far as is known.
+        self.account_limit: int = self._told or self._configured
+        self._limit = min(self._configured, self.account_limit)
+        if self._limit:
+            self._interval = self.per / self._limit
 
     def largest(self) -> float:
         return self._limit or math.inf
@@ -160,15 +177,18 @@ class WindowGate:
     def ready_at(self, cost: int, now: float) -> float:
         if now >= self._stale_at:
             self._expire(now)
-        over = self.used + self._foreign + cost - self._limit
-        if over <= 0 and now >= self._paused_until and self._burst is None:
+        over = self.used + cost - self._limit
+        over_in_all = self.used + self._foreign + cost - self.account_limit
+        if over <= 0 >= over_in_all and now >= self._paused_until and self._burst is None:
             return now  # the common case, in few steps
         if cost > self._limit:
             return math.inf
         ready = max(now, self._paused_until)
         if self._burst is not None:
             ready = max(ready, self._clear_at - max(0, self._burst - cost) * self._interval)
-        return ready if over <= 0 else max(ready, self._drained_at(over))
+        if over > 0 and self._limit < self.account_limit:  # else the other says as much
+            ready = max(ready, self._slots_left_at(over))
+        return ready if over_in_all <= 0 else max(ready, self._drained_at(over_in_all))
 
     def charge(self, cost: int, now: float) -> _Charge:
         if not cost:
@@ -212,7 +232,7 @@ class WindowGate:
         if over > 0:
             self._expire(now)
             return self._merge(self._without_gone(charge), self.charge(over, now))
-        if over == 0 or self._settle == "reserved":
+        if over == 0:
             return charge
         return self._credit(charge, -over, now)
 
@@ -239,7 +259,7 @@ class WindowGate:
         self._paused_until = max(self._paused_until, until)
 
     def observe(self, status: QuotaStatus, now: float, age: float = 0.0) -> None:
-        """Adopt the server's limit, and book what it counts beyond us until it resets.
+        """Remember the server's limit, and book what it counts beyond us until it resets.
 
         `age`: how many seconds ago the call was sent whose answer says so. What makes no
         sense (negative, above the limit, a limit of 0) is unknown, and so is what was
@@ -248,10 +268,11 @@ class WindowGate:
         self._expire(now)
         limit, remaining = known_count(status.limit), known_count(status.remaining)
         if limit:
-            self.limit = limit
+            self._told = limit
+            self._compare_limits()
         if remaining is None or now - age < self._observed_at:
             return
-        used, sent = self._limit - remaining, now - age
+        used, sent = self.account_limit - remaining, now - age
         reset = known_seconds(status.reset)
         if reset is not None and reset <= self.per + _ROUNDING:
             reset = min(reset, self.per)
@@ -281,13 +302,17 @@ class WindowGate:
         return self._first > 0 and self._youngest[self._first - 1] + self._window > at
 
     def used_at(self, now: float) -> int:
-        """What counts against the limit at `now`, others' use included. Changes nothing."""
+        """What counts against the limit at `now`, others' use included. Changes nothing.
+
+        Of others' use, what they can have had of an account's limit beyond ours is left out.
+        """
         used = self.used
         for index in range(self._first, len(self._youngest)):
             if now - self._youngest[index] < self._window:
                 break
             used -= self._amounts[index]
-        return used + sum(amount for leaves, amount in self._others if now < leaves)
+        others = sum(amount for leaves, amount in self._others if now < leaves)
+        return used + max(0, others - (self.account_limit - self._limit))
 
     def paused_for(self, now: float) -> float:
         """Seconds of pause left."""
