@@ -205,12 +205,12 @@ def overhead(calls: int) -> str:
     seconds: dict[str, list[float]] = {"bare": [], "throttled": []}
 
     async def measure() -> None:
-        quotas = {"tpm": 2_000_000_000, "rpm": 10_000_000}
+        tpm, rpm = 2_000_000_000, 10_000_000
         provider = FakeProvider.openai(
-            **quotas, first_token_seconds=0.0, tokens_per_second=1e9, output=20
+            tpm=tpm, rpm=rpm, first_token_seconds=0.0, tokens_per_second=1e9, output=20
         )
         below = provider.transport(httpx2)
-        flow = TokenFlow(providers.openai(**quotas), counter=ApproximateCounter(4.0))
+        flow = TokenFlow(providers.openai(tpm=tpm, rpm=rpm), counter=ApproximateCounter(4.0))
         body = {"model": "gpt-5", "messages": [{"role": "user", "content": "hello " * 100}]}
         transports = {"bare": below, "throttled": ThrottledTransport(flow, below)}
         clients = {name: httpx2.AsyncClient(transport=each) for name, each in transports.items()}

@@ -112,7 +112,7 @@ def test_a_gates_limit_is_an_int_or_infinite(limit: Any) -> None:
 @pytest.mark.parametrize(("name", "build"), table(AT_LEAST_ONE))
 def test_zero_where_it_would_mean_none_at_all(name: str, build: Callable[[Any], object]) -> None:
     """graphrag 367, 490: a limit parsed to 0 never silently means unlimited."""
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
+    with pytest.raises(ValueError, match=f"{name} must be an int >= 1, not 0"):
         build(0)
 
 

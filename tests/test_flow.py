@@ -337,8 +337,18 @@ class TestStreams:
         async with limited.request(max_output_tokens=2) as call:
             async for _ in call.track(self.stream(chunk("abc"), chunk("d" * 9), chunk("e" * 30))):
                 seen.append((limited.held, limited.used[0]))
-        assert seen == [(1_002, 1_002), (1_004, 1_004), (1_014, 1_014)]
+        # Counted by the length at first, and exactly in the end.
+        assert seen == [(1_002, 1_002), (1_003, 1_003), (1_010, 1_010)]
         assert limited.used == (1_014, 1)
+
+    async def test_many_small_chunks_count_as_one_text(self) -> None:
+        limited = Limited()
+        async with limited.request(max_output_tokens=2) as call:
+            async for _ in call.track(self.stream(*(chunk("tok ") for _ in range(400)))):
+                pass
+        assert call.usage.output_tokens == pytest.approx(
+            ApproximateCounter().count("tok " * 400), 2
+        )
 
     async def test_broken_off_by_the_server(self) -> None:
         limited = Limited()
@@ -667,3 +677,17 @@ class TestLearning:
             async with flow.request(input_tokens=1) as call:
                 call.reconcile({"choices": [{"finish_reason": reason}], **usage(5)})
         assert observed == [(5, False), (5, True)]
+
+
+async def test_those_who_wait_are_seen_at_the_limits_that_were_given() -> None:
+    semaphore = TokenSemaphore(150)
+    flow = TokenFlow(semaphore, counter=ApproximateCounter())
+    assert repr(flow).count("no limit") == 1
+    async with anyio.create_task_group() as tasks:
+        async with flow.request(input_tokens=100, max_output_tokens=50):
+            for _ in range(3):
+                tasks.start_soon(flow.request(input_tokens=100, max_output_tokens=0).begin)
+            await wait_all_tasks_blocked()
+            statistics = semaphore.statistics()
+            assert (statistics.waiting_calls, statistics.waiting_tokens) == (3, 300)
+            tasks.cancel_scope.cancel()

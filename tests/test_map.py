@@ -368,3 +368,21 @@ class TestProgress:
         assert shown[-1].tokens == 5
         assert "1 of 1 done" in repr(results)
         assert not math.isnan(shown[-1].tokens_per_minute)
+
+
+async def test_a_worker_that_is_not_async_is_told_so() -> None:
+    worker: Any = int  # which is called, and returns no awaitable
+    async with TokenFlow().map(worker, [1]) as results:
+        (result,) = [each async for each in results]
+    with pytest.raises(TypeError, match=r"must be an async function: .* returned 1; .*to_thread"):
+        result.unwrap()
+
+
+async def test_what_was_left_is_not_pending() -> None:
+    async def sleep(item: int) -> None:
+        await anyio.sleep(item)
+
+    async with TokenFlow().map(sleep, range(9)) as results:
+        async for _ in results:
+            break
+    assert repr(results) == "<map (left): 1 of 9 done, 0 failed, 0 pending, 0 tokens>"

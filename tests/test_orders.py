@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
+from anyio.abc import TaskGroup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from tests.conftest import BACKENDS, Backend, run_virtual
 from tokenflow import (
     FairShare,
     Fifo,
+    QueueFull,
     Quota,
     SmallestFirst,
     TokenLimits,
@@ -459,3 +461,79 @@ def test_orders_say_what_they_are() -> None:
         "FairShare()",
         "FairShare({'a': 3})",
     ]
+
+
+# -- places in a queue --------------------------------------------------------------------------
+
+
+class Places:
+    """Who got a place in a queue of 20 for a semaphore that is full."""
+
+    def __init__(self, weights: dict[str, float]) -> None:
+        self.semaphore = TokenSemaphore(10, order=FairShare(weights), max_waiting=20)
+        self.waiting: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+
+    async def call(self, tenant: str) -> None:
+        self.waiting[tenant] += 1
+        try:
+            async with self.semaphore.reserve(10, tenant=tenant):
+                pass
+        except QueueFull:
+            self.refused[tenant] += 1
+        finally:
+            self.waiting[tenant] -= 1
+
+    async def arrive(self, tasks: TaskGroup, tenant: str, calls: int) -> int:
+        """How many of them wait now?"""
+        for _ in range(calls):
+            tasks.start_soon(self.call, tenant)
+        await wait_all_tasks_blocked()
+        return self.waiting[tenant]
+
+
+async def test_one_who_floods_the_queue_leaves_others_their_share_of_it() -> None:
+    places = Places({"b": 3})
+    async with anyio.create_task_group() as tasks:
+        with places.semaphore.acquire_nowait(10):
+            assert await places.arrive(tasks, "a", 100) == 20
+            assert await places.arrive(tasks, "b", 100) == 15  # 3 of 4
+            assert await places.arrive(tasks, "a", 10) == 20
+            assert await places.arrive(tasks, "c", 10) == 4  # 1 of 5
+            assert places.semaphore.statistics().waiting_calls == 39
+    assert places.refused == {"a": 90, "b": 85, "c": 6}
+    assert places.semaphore.statistics().waiting_calls == 0
+
+
+async def test_however_many_tenants_there_are_twice_as_many_wait_at_most() -> None:
+    places = Places({})
+    async with anyio.create_task_group() as tasks:
+        with places.semaphore.acquire_nowait(10):
+            await places.arrive(tasks, "a", 20)
+            for name in range(100):
+                await places.arrive(tasks, f"tenant {name}", 20)
+            assert 20 < places.semaphore.statistics().waiting_calls <= 40
+
+
+async def test_who_leaves_the_queue_gives_back_the_place() -> None:
+    places = Places({})
+    with places.semaphore.acquire_nowait(10):
+        async with anyio.create_task_group() as tasks:
+            await places.arrive(tasks, "a", 20)
+            assert await places.arrive(tasks, "b", 11) == 10
+            tasks.cancel_scope.cancel()
+        async with anyio.create_task_group() as tasks:
+            assert await places.arrive(tasks, "b", 25) == 20
+            tasks.cancel_scope.cancel()
+    assert places.semaphore._queue.places == {}
+
+
+async def test_without_shares_places_go_to_whoever_comes_first() -> None:
+    semaphore = TokenSemaphore(10, max_waiting=1)
+    with semaphore.acquire_nowait(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(semaphore.acquire, 1)
+            await wait_all_tasks_blocked()
+            with pytest.raises(QueueFull, match=r"1 calls wait at .* already, at most 1 may"):
+                await semaphore.acquire(1, tenant="b")
+            tasks.cancel_scope.cancel()

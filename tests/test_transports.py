@@ -605,3 +605,25 @@ class TestBodies:
         response, setting = await self.post(stack, *chunks, content_type="text/event-stream")
         assert response.content == stream
         assert setting.used == (16, 1)
+
+
+class TestMistakes:
+    def test_something_else_than_a_transport(self, stack: ModuleType) -> None:
+        with pytest.raises(TypeError, match=rf"pass fake.transport\({stack.__name__}\)"):
+            throttled(stack)(TokenRateLimiter(tokens_per_minute=10), FakeProvider())
+
+    async def test_the_other_librarys_client(self, stack: ModuleType) -> None:
+        other = pytest.importorskip({"httpx": "httpx2", "httpx2": "httpx"}[stack.__name__])
+        limiter = TokenRateLimiter(tokens_per_minute=10)
+        transport = throttled(stack)(limiter)
+        request = other.Request("POST", CHAT, json=chat())
+        with pytest.raises(TypeError, match=rf"take .* tokenflow.integrations.{other.__name__}$"):
+            await transport.handle_async_request(request)
+        assert limiter.statistics().quotas[0].used == 0
+
+    async def test_a_name_that_tells_what_it_is(self, stack: ModuleType) -> None:
+        fake = FakeProvider.openai(tpm=10)
+        assert repr(fake) == "<FakeProvider openai: 0 calls, 0 running, 0 refused>"
+        assert repr(fake.transport(stack)) == f"<FakeTransport of {stack.__name__} to {fake!r}>"
+        async with await fake.respond("POST", "/v1/chat/completions", body=chat()) as answer:
+            assert repr(answer) == f"<Answer {answer.status}>"

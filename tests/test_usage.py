@@ -42,7 +42,7 @@ class TestTokenCount:
 
     def test_positive(self) -> None:
         assert positive_int(1, "n") == 1
-        with pytest.raises(ValueError, match="n must be at least 1, not 0"):
+        with pytest.raises(ValueError, match="n must be an int >= 1, not 0"):
             positive_int(0, "n")
 
 
@@ -376,8 +376,21 @@ class TestFromResponse:
 
     @pytest.mark.parametrize("found", NONE)
     def test_says_when_there_is_none(self, found: str) -> None:
-        with pytest.raises(ValueError, match=r"no token usage in this \w+: .*include_usage"):
+        with pytest.raises(ValueError, match=r"no token usage in this \w+: "):
             Usage.from_response(NONE[found])
+
+    @pytest.mark.parametrize(
+        ("given", "remedy"),
+        [
+            (SimpleNamespace(status_code=200, json=dict), r"pass what its json\(\) returns"),
+            ('{"usage": {}}', "its JSON as a dictionary"),
+            (None, "as the SDK returns it"),
+            ({"choices": []}, "include_usage"),
+        ],
+    )
+    def test_says_what_to_pass_instead(self, given: object, remedy: str) -> None:
+        with pytest.raises(ValueError, match=remedy):
+            Usage.from_response(given)
 
     def test_reasoning_is_in_the_output(self) -> None:
         """LibreChat 4194."""

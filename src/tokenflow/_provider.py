@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Any, final
 
 from ._headers import MINUTE, Headers
 from ._refusal import LONGEST_WAIT, Refusal, classify, status_of
@@ -19,11 +19,9 @@ from ._usage import (
 )
 from .batching._request_limits import RequestLimits
 from .limits import Fifo, InFlightGate, Order, Oversize, Quota, TokenLimits, TokenRateLimiter
+from .limits._rate import PAUSES
 
 __all__ = ["Provider", "TokenWeights"]
-
-# Never binds, but can be paused: for a provider without a known quota.
-_PAUSES: Final = Quota(2**62, per=1.0, of="requests", name="pauses")
 
 
 @final
@@ -148,7 +146,7 @@ class Provider:
         It can always be paused, also where nothing is limited: for a server that says
         "retry after".
         """
-        quotas = self.quotas or (_PAUSES,)
+        quotas = self.quotas or (PAUSES,)
         if self.max_requests is None:
             return TokenRateLimiter(
                 *quotas, order=order, max_waiting=max_waiting, oversize=oversize

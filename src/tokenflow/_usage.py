@@ -21,8 +21,8 @@ __all__ = [
 ]
 
 
-def token_count(value: object, name: str) -> int:
-    """Return `value` as an int >= 0, or say which argument is wrong and how.
+def token_count(value: object, name: str, *, least: int = 0) -> int:
+    """Return `value` as an int >= `least`, or say which argument is wrong and how.
 
     bool is refused although it is an int, and float although it may be whole:
     both are mistakes more often than counts.
@@ -33,18 +33,15 @@ def token_count(value: object, name: str) -> int:
         count = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         kind = type(value).__name__
-        raise TypeError(f"{name} must be an int >= 0, not {value!r} ({kind})") from None
-    if count < 0:
-        raise ValueError(f"{name} must be an int >= 0, not {count}")
+        raise TypeError(f"{name} must be an int >= {least}, not {value!r} ({kind})") from None
+    if count < least:
+        raise ValueError(f"{name} must be an int >= {least}, not {count}")
     return count
 
 
 def positive_int(value: object, name: str) -> int:
     """Return `value` as an int >= 1, or say which argument is wrong and how."""
-    count = token_count(value, name)
-    if count == 0:
-        raise ValueError(f"{name} must be at least 1, not 0")
-    return count
+    return token_count(value, name, least=1)
 
 
 def finite_seconds(value: object, name: str) -> float:
@@ -192,8 +189,7 @@ class Request:
             unknown = value is None and name == "max_output_tokens"
             if not unknown and (type(value) is not int or value < 0):
                 object.__setattr__(self, name, token_count(value, name))
-        if self.choices < 1:
-            raise ValueError("choices must be at least 1, not 0")
+        token_count(self.choices, "choices", least=1)
 
     @classmethod
     def from_body(cls, body: object, *, input_tokens: int, task: str | None = None) -> Request:

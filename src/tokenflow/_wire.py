@@ -198,12 +198,20 @@ def read_usage(response: object) -> Usage:
         reader.feed_usage(response)
     usage = reader.usage
     if usage is None:
-        raise ValueError(
-            f"no token usage in this {type(response).__name__}: streams of chat completions "
-            "report it only with stream_options={'include_usage': True}, in their last chunk, "
-            "and a stream that broke off has none"
-        )
+        raise ValueError(f"no token usage in this {type(response).__name__}: {_remedy(response)}")
     return usage
+
+
+def _remedy(response: object) -> str:
+    if callable(getattr(response, "json", None)):
+        return "pass what its json() returns"
+    if isinstance(response, (str, bytes)) or response is None:
+        return "pass the response as the SDK returns it, or its JSON as a dictionary"
+    return (
+        "streams of chat completions report it only with "
+        "stream_options={'include_usage': True}, in their last chunk, and a stream that broke "
+        "off has none"
+    )
 
 
 def read_request(body: object, *, input_tokens: int, task: str | None = None) -> Request:

@@ -11,7 +11,8 @@ from tokenflow._errors import UnknownModel
 from tokenflow._refusal import Refusal, classify, read_status
 from tokenflow._usage import RateLimitStatus, Request, Usage
 from tokenflow.estimation import TiktokenCounter, TokenCounter
-from tokenflow.limits import Limiter, Quota, TokenLimits, TokenRateLimiter
+from tokenflow.limits import Limiter, TokenLimits, TokenRateLimiter
+from tokenflow.limits._rate import PAUSES
 
 __all__ = [
     "CommonRules",
@@ -74,7 +75,6 @@ class CommonRules:
 
 Limits = Limiter | ProviderRules
 _COMMON: Final = CommonRules()
-_PAUSES: Final = Quota(2**62, per=1.0, of="requests", name="pauses")  # never binds
 
 
 @final
@@ -94,7 +94,7 @@ class Family:
             raise TypeError(f"limits must be {takes}, not {limits!r}")
         self.rate_limiters = list(rate_limiters(own))
         if router is None and not self.rate_limiters:  # "retry after" is to hold here as well
-            self.rate_limiters = [TokenRateLimiter(_PAUSES)]
+            self.rate_limiters = [TokenRateLimiter(PAUSES)]
             router = self.rate_limiters[0]
         self.limiter: Limiter = _together(own, router)
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, 
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass
+from inspect import isawaitable
 from random import Random
 from types import TracebackType
 from typing import Final, Generic, Literal, Self, TypeVar, final
@@ -290,7 +291,13 @@ class MapResults(Generic[T, R]):
 
     async def _attempt(self, index: int, item: T, attempt: int) -> MapResult[T, R]:
         try:
-            return MapResult(index, item, await self._worker(item), None, attempt)
+            working = self._worker(item)
+            if not isawaitable(working):
+                raise TypeError(
+                    f"the worker must be an async function: {self._worker!r} returned "
+                    f"{working!r}; run what blocks with anyio.to_thread.run_sync"
+                )
+            return MapResult(index, item, await working, None, attempt)
         except Exception as error:
             return MapResult(index, item, None, error, attempt)
         except BaseExceptionGroup as errors:  # trio's, of a worker with tasks of its own
@@ -331,8 +338,8 @@ class MapResults(Generic[T, R]):
         job = self._job
         total = "" if job.total is None else f" of {job.total:,}"
         return (
-            f"<map: {job.done:,}{total} done, {job.failed:,} failed, {self._pending:,} pending, "
-            f"{job.tokens:,} tokens>"
+            f"<map{' (left)' * self._is_left}: {job.done:,}{total} done, {job.failed:,} failed, "
+            f"{0 if self._is_left else self._pending:,} pending, {job.tokens:,} tokens>"
         )
 
 

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar, final
 
 from tokenflow._usage import Usage, token_count
 from tokenflow._wire import UsageReader, emitted_text, is_cut_off, is_last
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Meter", "TrackedStream"]
 
 T = TypeVar("T")
+_PIECE: Final = 1_000  # characters that are counted together
+_CHARACTERS_PER_TOKEN: Final = 4  # about, until then
 
 
 @final
@@ -38,6 +40,7 @@ class Meter:
         "_emitted",
         "_is_complete",
         "_reader",
+        "_text",
         "_truncated",
         "_unfinished",
         "events",
@@ -48,7 +51,8 @@ class Meter:
         self._call = call
         self._counter: TokenCounter = counter
         self._reader = UsageReader()
-        self._emitted = 0
+        self._emitted = 0  # and counted
+        self._text = ""  # emitted, and not counted yet: many small pieces would count too much
         self._truncated = False
         self._unfinished = False  # Anthropic reports at the start what is not the end
         self._is_complete = False  # all has been said, though the stream may go on
@@ -59,7 +63,8 @@ class Meter:
     def output_tokens(self) -> int:
         """What has been emitted so far: as reported, or as counted if that is more."""
         reported = self._reader.usage
-        return max(self._emitted, 0 if reported is None else reported.output_tokens)
+        emitted = self._emitted + len(self._text) // _CHARACTERS_PER_TOKEN
+        return max(emitted, 0 if reported is None else reported.output_tokens)
 
     @property
     def usage(self) -> Usage:
@@ -73,8 +78,9 @@ class Meter:
         self.events += 1
         self._reader.feed(event)
         text = emitted_text(event)
-        if text:
-            self._emitted += self._count(text)
+        self._text += text
+        if len(self._text) >= _PIECE:
+            self._count_text()
         if self._reader.is_fed or text:
             self._is_complete = self._reader.is_fed and is_last(event)
         self._truncated = self._truncated or is_cut_off(event)
@@ -84,14 +90,15 @@ class Meter:
         if self.output_tokens > self._call.usage.output_tokens:
             self._call.progress(self.usage)
 
-    def _count(self, text: str) -> int:
+    def _count_text(self) -> None:
         """By the counter, or what is near it: its error is not to end the response."""
+        text, self._text = self._text, ""
         try:
-            return token_count(count_emitted(self._counter, text), "a count")
+            self._emitted += token_count(count_emitted(self._counter, text), "a count")
         except Exception as error:
             log(logging.ERROR, "the counter %r raised %r in a stream", self._counter, error)
             self._counter = APPROXIMATE
-            return self._counter.count(text)
+            self._emitted += self._counter.count(text)
 
     def finish(self) -> None:
         """The stream is complete: what it reported is the truth."""
@@ -110,9 +117,11 @@ class Meter:
 
     def catch_up(self) -> None:
         """Charge what is known by now."""
-        reported = self._reader.usage
         if self.is_over:
             return
+        if self._text:
+            self._count_text()
+        reported = self._reader.usage
         if self._is_complete and reported is not None and not self._unfinished:
             self._call.reconcile(reported)
             self._call._truncated = self._truncated

@@ -13,6 +13,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any, Final, Protocol, Self, final
 from weakref import finalize
 
@@ -45,24 +46,38 @@ _BODILESS: Final = (204, 205)  # by what they mean; any other may have lost its 
 class Throttle:
     """One for each transport."""
 
-    __slots__ = ("_body", "_flow", "_response", "_rules")
+    __slots__ = ("_body", "_flow", "_http", "_response", "_rules")
 
     def __init__(
         self,
         flow_or_limits: TokenFlow | Limits,
+        transport: object,
         rules: ProviderRules | None,
-        response: Callable[..., Any],
+        http: ModuleType,
         body: Callable[[Any, Reader, Callable[[BaseException | None], None]], Any],
     ) -> None:
         if not isinstance(flow_or_limits, TokenFlow):
             flow_or_limits = TokenFlow(flow_or_limits)
+        self._http = http
+        if not hasattr(transport, "handle_async_request"):
+            name = http.__name__
+            raise TypeError(
+                f"transport must be an async transport of {name}, not {transport!r}; of a "
+                f"FakeProvider pass fake.transport({name})"
+            )
         self._flow: TokenFlow = flow_or_limits
         self._rules = rules
-        self._response = response
+        self._response: Callable[..., Any] = http.Response
         self._body = body
 
     async def handle(self, request: Any, send: Callable[[Any], Awaitable[Any]]) -> Any:
         """Wait for room, send, and hand the response on; or answer in the server's place."""
+        if not isinstance(request, self._http.Request):
+            theirs, ours = type(request).__module__.partition(".")[0], self._http.__name__
+            raise TypeError(
+                f"this client is of {theirs} and its transport of {ours}: take the "
+                f"ThrottledTransport of tokenflow.integrations.{theirs}"
+            )
         call = open_call(self._flow) if _may_generate(request) else None
         is_own = call is None
         if call is None:

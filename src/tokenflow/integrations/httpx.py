@@ -38,6 +38,8 @@ class ThrottledTransport(httpx.AsyncBaseTransport):
     >>> limits = tokenflow.TokenRateLimiter(tokens_per_minute=60_000)
     >>> client = httpx.AsyncClient(transport=ThrottledTransport(limits))
 
+    It is for async clients only.
+
     With an SDK: `AsyncOpenAI(http_client=DefaultAsyncHttpxClient(transport=...))`,
     which keeps the SDK's own timeouts; Anthropic's has a class of the same name. Set
     `max_retries` low: the limits do the waiting.
@@ -85,7 +87,7 @@ class ThrottledTransport(httpx.AsyncBaseTransport):
         if transport is None:
             transport = httpx.AsyncHTTPTransport(limits=_CONNECTIONS)
         self._transport = transport
-        self._throttle = Throttle(flow_or_limits, provider, httpx.Response, _Body)
+        self._throttle = Throttle(flow_or_limits, transport, provider, httpx, _Body)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Wait for room, send, and hand the response on."""

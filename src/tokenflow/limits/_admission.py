@@ -200,8 +200,7 @@ class Path:
 
     def join(self, waiter: Waiter, now: float) -> None:
         """Queue a call; it may be granted at once."""
-        self.queue.waiting += 1
-        self.queue.waiting_tokens += waiter.tokens
+        self.queue.arrives(waiter.lease.tenant, waiter.tokens)
         heappush(self._heap, (waiter.key, waiter))
         if self._heap[0][1] is waiter:
             settle(self._step_back(), (self,), now)

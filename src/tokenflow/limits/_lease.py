@@ -126,7 +126,7 @@ class Lease:
         Raises:
             TypeError, ValueError: a cost that makes no sense; nothing has changed.
         """
-        self._expect_held("progress")
+        self._expect_held("`progress`")
         usage, costs = priced(self._path, usage, "usage")
         if self._state != "cancelled":
             larger = max(usage, self.usage, key=_total)
@@ -143,7 +143,7 @@ class Lease:
         Raises:
             TypeError, ValueError: a cost that makes no sense; nothing has changed.
         """
-        self._expect_held("reconcile")
+        self._expect_held("`reconcile`")
         usage, costs = priced(self._path, actual, "actual")
         if self._state != "cancelled":
             self._correct(usage, self._settled(usage, costs))
@@ -195,7 +195,7 @@ class Lease:
         The lease stays held: `release` it, or `reconcile` what another attempt has used.
         After `cancel` it does nothing.
         """
-        self._expect_held("refused")
+        self._expect_held("`refused`")
         if self._state == "cancelled":
             return
         self._correct(*priced(self._path, Usage()))
@@ -212,7 +212,7 @@ class Lease:
         Raises:
             TypeError, ValueError: a `retry_after` that is no finite number of seconds >= 0.
         """
-        self._expect_held("failed")
+        self._expect_held("`failed`")
         seconds = 0.0 if retry_after is None else finite_seconds(retry_after, "retry_after")
         path = self._path
         if isinstance(path, Branch):
@@ -332,7 +332,7 @@ class Lease:
         self.release()
 
     def __enter__(self) -> Self:
-        self._expect_held("with")
+        self._expect_held("plain `with`")
         return self
 
     def __exit__(

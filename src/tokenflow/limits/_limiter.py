@@ -231,11 +231,11 @@ class Limiter:
     def _may_wait(self, waiter: Waiter, max_wait: float | None) -> None:
         """Refuse to wait where that is known to be in vain."""
         queue, now = self._queue, waiter.arrived
-        if queue.max_waiting is not None and queue.waiting > queue.max_waiting:
+        if queue.is_too_full_for(waiter.lease.tenant):
             self._withdraw(waiter)  # the message does not count it
             raise QueueFull(
-                f"{queue.max_waiting} calls wait at {self!r} already: try again later, or raise "
-                "max_waiting",
+                f"{queue.waiting} calls wait at {self!r} already, at most {queue.max_waiting} may: "
+                "try again later, or raise max_waiting",
                 retry_after=_retry_after(waiter, now),
             )
         delay = waiter.path.ready_at(waiter.costs, now) - now

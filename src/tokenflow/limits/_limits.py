@@ -77,15 +77,10 @@ class TokenLimits(Limiter):
 
     @classmethod
     def joined(cls, limits: Limiter, other: Limiter) -> TokenLimits:
-        """Both, with the order, the bound and the oversize rule of the first."""
-        queue = limits._queue
-        return cls(
-            limits,
-            other,
-            order=queue.order,
-            max_waiting=queue.max_waiting,
-            oversize="alone" if queue.alone else "raise",
-        )
+        """Both, with the queue of the first: its order, bound and oversize rule, and its counts."""
+        both = cls(limits, other)
+        both._queue = limits._queue
+        return both
 
     @property
     def members(self) -> tuple[Limiter | Gate, ...]:

@@ -56,6 +56,10 @@ class Order:
     def settle(self, tenant: Hashable, tokens: int) -> None:
         """Correct what a tenant was granted. Called only where the order `shares`."""
 
+    def weight(self, tenant: Hashable) -> float:
+        """A tenant's, where the order `shares`."""
+        return 1.0
+
 
 @final
 class Fifo(Order):
@@ -142,6 +146,10 @@ class FairShare(Order):
     A call cancelled in the queue takes its share of F back, and a reconcile
     adds its difference. Tenants who are not ahead of V are forgotten.
 
+    Places in the queue are shared as well: one who has filled all `max_waiting` of
+    them leaves others their share, by weight among those who wait; so up to twice
+    as many may wait then.
+
     >>> FairShare({"batch": 1, "interactive": 3})
     FairShare({'batch': 1, 'interactive': 3})
     """
@@ -179,7 +187,7 @@ class FairShare(Order):
         if len(self._finish) > self._sweep_at:
             self._forget(backlogged)
         tag = max(self._virtual, self._finish.get(tenant, 0.0))
-        self._finish[tenant] = tag + tokens / self._weights.get(tenant, 1)
+        self._finish[tenant] = tag + tokens / self.weight(tenant)
         return (priority, tag, sequence)
 
     def granted(self, key: Key) -> None:
@@ -187,11 +195,14 @@ class FairShare(Order):
             self._virtual = key[1]
 
     def settle(self, tenant: Hashable, tokens: int) -> None:
-        finish = self._finish.get(tenant, self._virtual) + tokens / self._weights.get(tenant, 1)
+        finish = self._finish.get(tenant, self._virtual) + tokens / self.weight(tenant)
         if finish > self._virtual:
             self._finish[tenant] = finish
         else:
             self._finish.pop(tenant, None)
+
+    def weight(self, tenant: Hashable) -> float:
+        return self._weights.get(tenant, 1)
 
     def _forget(self, backlogged: bool) -> None:
         """Bound the account: amortised O(1) per call.

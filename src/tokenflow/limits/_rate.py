@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, cast, final
+from typing import Final, Literal, cast, final
 from weakref import WeakValueDictionary
 
 from tokenflow._run import OUTSIDE, Run, current_run
@@ -122,6 +122,10 @@ class Quota:
         if self.name != self.of:
             shown.append(f"name={self.name!r}")
         return f"Quota({', '.join(shown)})"
+
+
+PAUSES: Final = Quota(2**62, per=1.0, of="requests", name="pauses")
+"""Never binds, but can be paused: where there is no known quota."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +245,8 @@ class _Ledgers:
             return f"{each} for each of {len(self._known)} tenants"
         now = self.statistics()
         shown = f"{now.used:,} of {now.limit:,} {now.name} per {now.per:g} s"
+        if quota is PAUSES:
+            shown = "no limit"
         if now.paused_for:
             shown += f" (paused for {now.paused_for:.1f} s)"
         return shown
@@ -307,7 +313,8 @@ class TokenRateLimiter(Limiter):
         input_tokens_per_minute: Short for `Quota(n, of="input_tokens")`.
         output_tokens_per_minute: Short for `Quota(n, of="output_tokens")`.
         order: `Fifo()`, `SmallestFirst()` or `FairShare()`.
-        max_waiting: How many calls may wait; more raise QueueFull.
+        max_waiting: How many calls may wait; more raise QueueFull. With `FairShare` no
+            tenant takes all places.
         oversize: "alone" admits a call larger than a quota into an empty window.
 
     Raises:

@@ -47,7 +47,12 @@ _sequence = count()
 
 @final
 class Queue:
-    """What all paths of one limiter share: its order, its bound, its counts."""
+    """What all paths of one limiter share: its order, its bound, its counts.
+
+    Where tenants share, one who floods the queue does not take the others' places:
+    once it is full, whoever holds less than the share of `max_waiting` that its weight
+    gives it, among those who wait, may still join, up to twice as many in all.
+    """
 
     __slots__ = (
         "alone",
@@ -55,6 +60,7 @@ class Queue:
         "max_waiting",
         "order",
         "pause_logged_at",
+        "places",
         "unreconciled",
         "wait_logged_at",
         "waiting",
@@ -64,6 +70,7 @@ class Queue:
     def __init__(self, order: Order, max_waiting: int | None, *, alone: bool) -> None:
         self.order: Order = order
         self.max_waiting: int | None = max_waiting
+        self.places: dict[Hashable, int] = {}  # by tenant, where they share them
         self.alone: bool = alone
         self.waiting: int = 0
         self.waiting_tokens: int = 0
@@ -71,6 +78,30 @@ class Queue:
         self.wait_logged_at: float = -math.inf
         self.debt_logged_at: float = -math.inf
         self.pause_logged_at: float = -math.inf
+
+    def arrives(self, tenant: Hashable, tokens: int) -> None:
+        self.waiting += 1
+        self.waiting_tokens += tokens
+        if self.order.shares and self.max_waiting is not None:
+            self.places[tenant] = self.places.get(tenant, 0) + 1
+
+    def leaves(self, tenant: Hashable, tokens: int) -> None:
+        self.waiting -= 1
+        self.waiting_tokens -= tokens
+        if tenant in self.places:
+            self.places[tenant] -= 1
+            if not self.places[tenant]:
+                del self.places[tenant]
+
+    def is_too_full_for(self, tenant: Hashable) -> bool:
+        """For the one of this tenant that has just come."""
+        most = self.max_waiting
+        if most is None or self.waiting <= most:
+            return False
+        if tenant not in self.places or self.waiting > 2 * most:
+            return True
+        weights = {each: self.order.weight(each) for each in self.places}
+        return self.places[tenant] * sum(weights.values()) > most * weights[tenant]
 
 
 class Booking(Protocol):
@@ -150,8 +181,7 @@ class Waiter:
         """Leave the queue, one way or the other."""
         self.state = state
         queue = self.path.queue
-        queue.waiting -= 1
-        queue.waiting_tokens -= self.tokens
+        queue.leaves(self.lease.tenant, self.tokens)
         if self.path.shares:
             if state == "granted":
                 queue.order.granted(self.key)

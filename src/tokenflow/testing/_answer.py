@@ -190,6 +190,9 @@ class Answer:
         self._booking.call.status = self.status
         return self
 
+    def __repr__(self) -> str:
+        return f"<Answer {self.status}>"
+
     def __aiter__(self) -> Self:
         return self
 

@@ -166,6 +166,7 @@ class FakeProvider:
         if dialect not in DIALECTS:
             raise ValueError(f"dialect must be one of {tuple(DIALECTS)}, not {dialect!r}")
         self.quotas: tuple[FakeQuota, ...] = quotas
+        self._name: str = dialect
         self._dialect = DIALECTS[dialect]
         self._settings = _Settings(**settings)
         self._door = Door(quotas, self._settings.max_output_tokens)
@@ -407,6 +408,13 @@ class FakeProvider:
             output_tokens=sum(call.output_tokens for call in admitted),
             charged=dict(charged),
             foreign=self._door.foreign(),
+        )
+
+    def __repr__(self) -> str:
+        now = self.statistics()
+        return (
+            f"<FakeProvider {self._name}: {now.calls:,} calls, {now.running:,} running, "
+            f"{now.refused:,} refused>"
         )
 
     def transport(self, httpx: ModuleType) -> Any:

@@ -69,6 +69,9 @@ class _Transport:
         self._stream: Any = type("FakeStream", (_Stream, self._httpx.AsyncByteStream), {})
         self._provider = provider
 
+    def __repr__(self) -> str:
+        return f"<FakeTransport of {self._httpx.__name__} to {self._provider!r}>"
+
     async def handle_async_request(self, request: Any) -> Any:
         link = _Link(self._httpx, request.extensions.get("timeout", {}).get("read"))
         headers, body = dict(request.headers), await request.aread()
