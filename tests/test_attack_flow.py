@@ -493,6 +493,14 @@ class TestTransports:
             assert [each async for each in response.aiter_raw()] == [b"not gzip"]
         assert setting.held == (0, 0)
 
+    @pytest.mark.parametrize("depth", [1, 900, 910, 920, 930, 940, 950, 960, 20_000])
+    async def test_a_request_that_nobody_understands(self, stack: ModuleType, depth: int) -> None:
+        setting = served(stack, answer(stack, 200, ANSWER))
+        deep = b"[" * depth + b"]" * depth
+        content = b'{"messages": [{"type": %s, "arguments": %s}]}' % (deep, deep)
+        await setting.client.post(CHAT, content=content)
+        assert setting.used == (16, 1)
+
     @pytest.mark.parametrize("where", ["read below", "packed otherwise"])
     async def test_a_refusal_whose_headers_are_not_ascii(
         self, stack: ModuleType, where: str

@@ -465,6 +465,20 @@ class TestMessages:
         sdk = SimpleNamespace(model_dump=lambda: message)
         assert gpt4.count_messages([sdk]) == gpt4.count_messages([message])
 
+    @pytest.mark.parametrize("found", [[], {}, 1, None])
+    def test_a_type_that_is_none(self, gpt4: TiktokenCounter, found: object) -> None:
+        assert gpt4.count_messages([{"type": found, "text": "hi"}]) == 3 + 3 + 1
+        assert gpt4.count_messages([{"content": [{"type": found, "text": "hi"}]}]) == 3 + 3 + 1
+
+    @pytest.mark.parametrize("key", [0, (1, 2)], ids=["depth", "keys"])
+    def test_arguments_that_cannot_be_written(self, gpt4: TiktokenCounter, key: object) -> None:
+        arguments: Any = "hi"
+        for _ in range(100_000 if key == 0 else 1):
+            arguments = {key: arguments}
+        assert gpt4.count_messages([{"arguments": arguments}]) == 3 + 3 + 1
+        while arguments != "hi":  # one by one, or what frees them would go as deep
+            arguments = arguments[key]
+
     def test_a_bare_string_is_a_message(self, gpt4: TiktokenCounter) -> None:
         assert gpt4.count_messages(["hello"]) == 3 + 3 + 1
 

@@ -92,7 +92,7 @@ _UNSEEN: Final = frozenset(
     ("type", "id", "data", "bytes", "file_data", "url", "cache_control", "signature")
 )
 _AS_JSON: Final = frozenset(("input", "arguments", "args"))
-_IMAGES: Final = frozenset(("image_url", "input_image", "image"))
+_IMAGES: Final = ("image_url", "input_image", "image")  # what is asked for may be unhashable
 
 
 def _content(content: object, rule: ChatRule, texts: list[str]) -> int:
@@ -106,13 +106,21 @@ def _content(content: object, rule: ChatRule, texts: list[str]) -> int:
             tokens += _image(found, rule)
         elif isinstance(found, Mapping):
             pending.extend(
-                json.dumps(value, default=str) if name in _AS_JSON else value
+                _json(value) if name in _AS_JSON else value
                 for name, value in found.items()
                 if name not in _UNSEEN
             )
         elif isinstance(found, (list, tuple)):
             pending.extend(found)
     return tokens
+
+
+def _json(value: object) -> object:
+    """As it is sent; what cannot be written, for depth or by its keys, counts by its texts."""
+    try:
+        return json.dumps(value, default=str)
+    except (RecursionError, TypeError):
+        return value
 
 
 def _plain(found: object) -> object:
