@@ -867,7 +867,9 @@ FAKES: dict[str, tuple[Provider, Callable[[], FakeProvider]]] = {
 MODEL = {"model": "m"}
 
 
-async def use(provider: Provider, fake: FakeProvider, *, is_told: bool) -> tuple[int, int]:
+async def use(
+    provider: Provider, fake: FakeProvider, *, is_told: bool, workers: int = 16
+) -> tuple[int, int]:
     """Saturate it for five minutes: tokens that went through, and refusals."""
     limiter = provider.limiter()
     path = "/v1/messages" if provider.name == "anthropic" else "/v1/chat/completions"
@@ -897,9 +899,26 @@ async def use(provider: Provider, fake: FakeProvider, *, is_told: bool) -> tuple
 
     with anyio.move_on_after(300):
         async with anyio.create_task_group() as tasks:
-            for _ in range(16):
+            for _ in range(workers):
                 tasks.start_soon(worker)
     return tokens, refusals
+
+
+def test_beside_a_client_that_nobody_announced_hardly_a_call_is_refused(run: Run) -> None:
+    """Our own calls on their way hide what it uses: 1 in 25 was refused."""
+    provider = providers.openai(tpm=5 * LIMIT, rpm=300)
+    fake = FakeProvider.openai(tpm=5 * LIMIT, rpm=300, counts="declared")
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fake.foreign_traffic, 0.3)
+            await use(provider, fake, is_told=True, workers=64)
+            tasks.cancel_scope.cancel()
+
+    run(main)
+    done = fake.statistics()
+    assert done.refused <= 0.01 * done.calls
+    assert done.charged["TPM"] >= 0.7 * 25 * LIMIT
 
 
 @pytest.mark.parametrize("counts", ["sum", "larger"])

@@ -410,9 +410,13 @@ def test_ready_at_is_the_first_instant_with_foreign_use(
     ),
     phase=st.sampled_from([0.0, 17.25, 59.75]),
     rounded=st.sampled_from([float, math.floor, math.ceil]),
+    steadily=st.booleans(),
 )
 def test_a_report_that_counts_nobody_but_us_keeps_nobody_waiting(
-    calls: list[tuple[float, int, float, bool]], phase: float, rounded: Callable[[float], float]
+    calls: list[tuple[float, int, float, bool]],
+    phase: float,
+    rounded: Callable[[float], float],
+    steadily: bool,
 ) -> None:
     """However long calls take, and in whatever order they are answered."""
     for server in (Bucket(LIMIT), Minute(LIMIT, phase)):
@@ -431,7 +435,8 @@ def test_a_report_that_counts_nobody_but_us_keeps_nobody_waiting(
                 said_early[now] = server.said(now)
             else:
                 said = said_early[sent] if is_early else server.said(now)
-                observe(aware, now, now - sent, **said | {"reset": rounded(said["reset"])})
+                said |= {"reset": rounded(said["reset"]), "refills_steadily": steadily}
+                observe(aware, now, now - sent, **said)
 
 
 def test_what_was_left_when_a_long_call_began_is_not_what_is_left_now() -> None:
@@ -507,6 +512,39 @@ def test_what_others_use_of_a_bucket_leaves_as_it_refills() -> None:
     assert gate.used_at(51.324) == 0
 
 
+def test_what_others_had_of_a_bucket_is_not_forgotten_while_our_own_calls_hide_it() -> None:
+    def report(now: float, **said: Any) -> int:
+        gate.charge(10, now - 1.0)
+        gate.charge(30, now - 0.5)  # may have been counted in what the first one is told
+        observe(gate, now, 1.0, **said, refills_steadily=True)
+        return gate.used_at(now) - gate.used
+
+    gate = WindowGate(LIMIT, PER)
+    observe(gate, 0.0, remaining=60, reset=24.0, refills_steadily=True)
+    assert report(2.0, remaining=52, reset=28.8) == 38  # from 8 to 38
+    assert report(3.0, remaining=9, reset=54.6) == 40  # from 11 to 41
+    observe(gate, 3.0, remaining=19, reset=48.6, refills_steadily=True)
+    assert gate.used_at(3.0) - gate.used == 1  # no more than is said
+    assert gate.used_at(51.6) - gate.used_at(3.0) == -1
+    assert report(122.0, remaining=52, reset=28.8) == 8  # that was two periods ago
+
+
+def test_what_others_had_of_a_minute_is_expected_of_the_next_one_if_they_are_there() -> None:
+    for after, expected in ((5.0, 30), (65.0, 0)):
+        gate = WindowGate(LIMIT, PER)
+        observe(gate, 50.0, remaining=60, reset=10.0)  # 40 by others
+        assert gate.used_at(60.0) == 0
+        now = 60.0 + after
+        gate.charge(10, now - 1.0)
+        gate.charge(30, now - 0.5)
+        reset = 120.0 - now if now < 120 else 180.0 - now
+        observe(gate, now, 1.0, remaining=75, reset=reset + 1.0)  # 15 by others, if not we
+        assert gate.used_at(now) == 40 + expected
+        assert gate.used_at(now + reset) == 40
+        observe(gate, now, remaining=60, reset=reset)  # nobody but us
+        assert gate.used_at(now) == 40
+
+
 def test_what_others_use_moves_with_the_clock() -> None:
     gate = WindowGate(LIMIT, PER)
     observe(gate, 1_000.0, remaining=0, reset=60.0)
@@ -514,6 +552,9 @@ def test_what_others_use_moves_with_the_clock() -> None:
     assert gate.ready_at(LIMIT, 100.0) == pytest.approx(160)
     observe(gate, 101.0, remaining=LIMIT)
     assert gate.used_at(101.0) == 0
+    gate.charge(30, 170.0)
+    observe(gate, 171.0, 5.0, remaining=70, reset=55.0)
+    assert gate.used_at(171.0) == 90
 
 
 @pytest.mark.parametrize("limit", [0, -5])

@@ -373,12 +373,12 @@ class TokenRateLimiter(Limiter):
         """Take in what the server says about its quotas.
 
         What it has counted beyond what is charged here is booked as others' use
-        until it resets, in place of what the last observation said. Of the limit that it
-        names and the one set here, the lower one counts; where that is the one set here,
-        others' use takes none of it until the account has too little left for both.
-        `retry_after` pauses. A status that matches no quota by
-        name or unit and period, or that could mean several, is ignored, and so are numbers
-        that make no sense.
+        until it resets, in place of what the last observation said, unless calls on their
+        way may hide that. Of the limit that it names and the one set here, the lower one
+        counts; where that is the one set here, others' use takes none of it until the
+        account has too little left for both. `retry_after` pauses. A status that matches
+        no quota by name or unit and period, or that could mean several, is ignored, and so
+        are numbers that make no sense.
 
         Every response may be observed, in any order: one that counts only the calls of
         this limiter makes nobody wait, provided that its `age` is given.

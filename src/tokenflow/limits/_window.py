@@ -27,6 +27,12 @@ waiting, however long the call took and whatever was sent meanwhile. Others' use
 leaves as the server forgets it: in small steps where that refills steadily, or else
 at the reset.
 
+While we are busy, a report proves little: what was sent since the call that it answers
+hides others' use. So what an earlier one proved, in this period or the one before, is
+believed on as far as later reports leave room for it, and for twice that in a period
+that began anew, since others go on while reports are on their way. Where nothing was
+ever proved, nothing is believed.
+
 A server's limit does not replace the configured one. We stay within the lower of the
 two, and we and others together within the server's, if it is known: others take room
 of ours only where the account would run out before we do.
@@ -37,7 +43,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Literal, final
 
 from tokenflow._usage import (
@@ -96,6 +102,9 @@ class WindowGate:
         "_opened",
         "_others",
         "_paused_until",
+        "_period_ends",
+        "_proved",
+        "_proved_before",
         "_stale_at",
         "_told",
         "_width",
@@ -147,6 +156,9 @@ class WindowGate:
         self._foreign = 0  # what others have used, as the server counts
         self._others: list[tuple[float, int]] = []  # when how much of that leaves
         self._observed_at = -math.inf  # when the call was sent that told so
+        self._proved = 0  # what others had used at least, at some time in this period
+        self._proved_before = 0  # and in the one before
+        self._period_ends = -math.inf
         self._paused_until = paused_until
         self._told = 0  # the server's limit, once it has named one
         self.limit = positive_int(limit, "limit")
@@ -252,6 +264,7 @@ class WindowGate:
         self._busy_since += seconds
         self._others = [(leaves + seconds, amount) for leaves, amount in self._others]
         self._observed_at += seconds
+        self._period_ends += seconds
         self._paused_until += seconds
 
     def pause(self, until: float) -> None:
@@ -278,9 +291,21 @@ class WindowGate:
             reset = min(reset, self.per)
             ours = self._charged_since(sent + reset - self.per - _ROUNDING)
             steps = _STEPS if status.refills_steadily else 1
-            self._book_others(used - ours, sent, reset, steps)
+            others = self._likely_others(used - ours, sent, reset, anew=steps == 1)
+            self._book_others(others, sent, reset, steps)
         elif not self._has_left_since(sent):
             self._book_others(used - self.used, sent, self._window, 1)
+
+    def _likely_others(self, least: int, sent: float, reset: float, *, anew: bool) -> int:
+        """`least`, or what was proved before, where that is more, as far as the report allows."""
+        if sent >= self._period_ends:
+            self._proved_before = self._proved if sent < self._period_ends + self.per else 0
+            self._proved, self._period_ends = 0, sent + (reset if anew else self.per)
+        self._proved = max(self._proved, least)
+        most = least + self._charged_since(math.nextafter(sent, math.inf))
+        # In a period that began anew they go on while reports are on their way.
+        expected = min(self._proved_before, 2 * most if anew else most)
+        return max(expected, min(self._proved, most))
 
     def _book_others(self, tokens: int, sent: float, reset: float, steps: int) -> None:
         """In place of what was booked before; it leaves in equal steps until the reset."""
@@ -295,7 +320,7 @@ class WindowGate:
     def _charged_since(self, at: float) -> int:
         """What is in the window from `at` on, and what shares a slot with it."""
         first = bisect_left(self._youngest, at, self._first)
-        return sum(islice(self._amounts, first, None))
+        return sum(self._amounts[first:])
 
     def _has_left_since(self, at: float) -> bool:
         """Has something left the window that the server may have counted at that instant?"""
