@@ -770,7 +770,7 @@ async def test_a_failure_without_a_router_changes_nothing() -> None:
         lease.failed()
         assert semaphore.statistics().tokens_in_flight == 10
     reserved = semaphore.reserve(1)
-    with pytest.raises(RuntimeError, match="failed before anything is reserved"):
+    with pytest.raises(RuntimeError, match="failed` before anything is reserved"):
         reserved.failed()
     assert reserved.replica is None
     async with reserved:

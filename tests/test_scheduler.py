@@ -740,7 +740,7 @@ def test_limits_are_counts(name: str, value: object) -> None:
         ({"kv_cache_tokens": 15}, "kv_cache_tokens = 15 is less than a block of 16"),
         ({"order": "fifo"}, "order must be Fifo"),
         ({"reserve": "some"}, 'reserve must be "declared", "estimate" or "none", not \'some\''),
-        ({"context_window": 0}, "context_window must be at least 1"),
+        ({"context_window": 0}, "context_window must be an int >= 1"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
 )

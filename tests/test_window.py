@@ -625,7 +625,7 @@ def test_ready_at_is_the_first_instant_at_which_both_limits_have_room(
 
 
 def test_a_limit_of_nothing_is_refused_and_set_later_is_a_pause() -> None:
-    with pytest.raises(ValueError, match="limit must be at least 1"):
+    with pytest.raises(ValueError, match="limit must be an int >= 1"):
         WindowGate(0, PER)
     gate = WindowGate(LIMIT, PER)
     gate.limit = 0
