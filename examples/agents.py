@@ -6,17 +6,26 @@ Ten agents work side by side, each step by step: it looks something up (embeddin
 plan, asks for two drafts at once, and streams its answer. An eleventh has 150 questions and
 asks them all at the start. First in order of arrival, then with FairShare. The agents use the
 OpenAI SDK and know nothing of limits. The provider is a fake one, whose minute is one second.
+
+Look at the last three rows: with FairShare the ten wait less and are done sooner, and it is the
+burst that is done last.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections.abc import Callable
 from statistics import mean
 
+try:
+    import openai
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+except ImportError as error:
+    sys.exit(f"agents: {error}: the agents use OpenAI's SDK, so pip install openai")
+
 import anyio
-import openai
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from tokenflow import (
     ApproximateCounter,
@@ -100,6 +109,7 @@ class Agent:
 
 async def run(order: Fifo | FairShare, burst: int, limit: int) -> dict[str, str]:
     """All of it once; returns what to show."""
+    print(f"{type(order).__name__} ...", flush=True)
     provider = FakeProvider(
         FakeQuota(limit, per=MINUTE, counts="larger", name="tokens"),
         output=lognormal(80),
@@ -146,14 +156,41 @@ async def run(order: Fifo | FairShare, burst: int, limit: int) -> dict[str, str]
 
 async def main(burst: int, limit: int) -> None:
     columns = [await run(order, burst, limit) for order in (Fifo(), FairShare())]
-    print(f"{'':34}{'Fifo':>10}{'FairShare':>12}")
+    print(f"\n{'':34}{'Fifo':>10}{'FairShare':>12}")
     for label in columns[0]:
         print(f"{label:34}{columns[0][label]:>10}{columns[1][label]:>12}")
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """For argparse: a whole number, and none that is too small for what follows."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least:,}, not {text}")
+        return int(text)
+
+    return number
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--burst", type=int, default=150, help="questions of the eleventh agent")
-    parser.add_argument("--tokens-per-minute", type=int, default=6_000)
+    parser.add_argument(
+        "--burst",
+        type=at_least(0),
+        default=150,
+        metavar="N",
+        help="questions of the eleventh agent",
+    )
+    parser.add_argument(
+        "--tokens-per-minute",
+        type=at_least(250),
+        default=6_000,
+        metavar="N",
+        help="the quota: %(default)s, and at least 250, for a call takes up to 200",
+    )
     asked = parser.parse_args()
-    anyio.run(main, asked.burst, asked.tokens_per_minute)
+    try:
+        anyio.run(main, asked.burst, asked.tokens_per_minute)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

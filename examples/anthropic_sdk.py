@@ -4,16 +4,24 @@
 
 Messages and streams, all at once, under limits on requests, input and output. By default they
 go to a fake provider in this process, whose minute is one second long.
+
+Look at the last two lines: nothing is refused, and little of the output's quota is left over.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 
-import anthropic
+try:
+    import anthropic
+    from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
+    from anthropic.types import MessageParam
+except ImportError as error:
+    sys.exit(f"anthropic_sdk: {error}: this shows Anthropic's SDK, so pip install anthropic")
+
 import anyio
-from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
-from anthropic.types import MessageParam
 
 from tokenflow import (
     ApproximateCounter,
@@ -99,12 +107,42 @@ def report(calls: list[CallEvent]) -> None:
         print(f"{task:10}{len(mine):8}{read:10,}{written:10,}{waited:16.1f} s")
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """For argparse: a whole number, and none that is too small for what follows."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least:,}, not {text}")
+        return int(text)
+
+    return number
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--base-url", help="a real server instead of the fake one")
-    parser.add_argument("--api-key", default="none")
-    parser.add_argument("--model", default="claude")
-    parser.add_argument("--rpm", type=int, default=50, help="requests per minute")
-    parser.add_argument("--itpm", type=int, default=10_000, help="input tokens per minute")
-    parser.add_argument("--otpm", type=int, default=2_000, help="output tokens per minute")
-    anyio.run(main, parser.parse_args())
+    parser.add_argument("--api-key", default="none", help="for that server")
+    parser.add_argument("--model", default="claude", help="for that server")
+    parser.add_argument(
+        "--rpm", type=at_least(1), default=50, help="requests per minute: %(default)s"
+    )
+    parser.add_argument(
+        "--itpm",
+        type=at_least(200),
+        default=10_000,
+        help="input tokens per minute: %(default)s, and at least 200, for a call takes 130",
+    )
+    parser.add_argument(
+        "--otpm",
+        type=at_least(1_000),
+        default=2_000,
+        help="output tokens per minute: %(default)s, and at least 1000, which a call declares",
+    )
+    asked = parser.parse_args()
+    try:
+        anyio.run(main, asked)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except ExceptionGroup as failed:
+        sys.exit(f"anthropic_sdk: {asked.base_url or 'the fake'}: {failed.exceptions[0]!r}")

@@ -4,15 +4,23 @@
 
 Chats, streams and embeddings, all at once, and far more than fits into a minute. By default
 they go to a fake provider in this process, whose minute is one second long.
+
+Look at the last two lines: nothing is refused, and hardly any of the quota is left over.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
+
+try:
+    import openai
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+except ImportError as error:
+    sys.exit(f"openai_sdk: {error}: this shows OpenAI's SDK, so pip install openai")
 
 import anyio
-import openai
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from tokenflow import (
     ApproximateCounter,
@@ -105,10 +113,35 @@ def report(calls: list[CallEvent]) -> None:
         print(f"{task:10}{len(mine):8}{tokens:10,}{max(call.waited for call in mine):16.1f} s")
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """For argparse: a whole number, and none that is too small for what follows."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least:,}, not {text}")
+        return int(text)
+
+    return number
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--base-url", help="a real server instead of the fake one")
-    parser.add_argument("--api-key", default="none")
-    parser.add_argument("--tpm", type=int, default=3_000, help="tokens per minute")
-    parser.add_argument("--rpm", type=int, default=500, help="requests per minute")
-    anyio.run(main, parser.parse_args())
+    parser.add_argument("--api-key", default="none", help="for that server")
+    parser.add_argument(
+        "--tpm",
+        type=at_least(400),
+        default=3_000,
+        help="tokens per minute: %(default)s, and at least 400, for a call takes up to 340",
+    )
+    parser.add_argument(
+        "--rpm", type=at_least(1), default=500, help="requests per minute: %(default)s"
+    )
+    asked = parser.parse_args()
+    try:
+        anyio.run(main, asked)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except ExceptionGroup as failed:
+        sys.exit(f"openai_sdk: {asked.base_url or 'the fake'}: {failed.exceptions[0]!r}")
