@@ -8,6 +8,8 @@ tokens per second, so that they can be compared, and need different hardware all
 same: prompts are arithmetic, answers are read from memory, and both take space while
 they last. `--help` lists the models and the GPUs; `tokenflow.serving.capacity` takes
 any other as an `Accelerator(...)` or a `ModelShape(...)`.
+
+Look at the bottleneck: it says which hardware would help, and what follows shows by how much.
 """
 
 from __future__ import annotations
@@ -30,15 +32,32 @@ CELL = "{:>16}"
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Plan the serving of a model.")
-    parser.add_argument("--model", choices=MODELS, default="Llama-3.1-8B")
-    parser.add_argument("--gpu", choices=ACCELERATORS, default="H100")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--model", choices=MODELS, default="Llama-3.1-8B", metavar="NAME", help=", ".join(MODELS)
+    )
+    parser.add_argument(
+        "--gpu", choices=ACCELERATORS, default="H100", metavar="NAME", help=", ".join(ACCELERATORS)
+    )
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="GPUS", help="for one replica"
+    )
     parser.add_argument(
         "--gap", type=float, default=40, metavar="MS", help="milliseconds between two tokens"
     )
-    parser.add_argument("--tokens-per-second", type=float, default=160_000)
-    parser.add_argument("--workload", action="append", metavar="NAME:INPUT:OUTPUT")
+    parser.add_argument(
+        "--tokens-per-second",
+        type=float,
+        default=160_000,
+        metavar="N",
+        help="of each workload, read and written: %(default)s",
+    )
+    parser.add_argument(
+        "--workload",
+        action="append",
+        metavar="NAME:INPUT:OUTPUT",
+        help="tokens of a request, on average; as many workloads as you like",
+    )
     asked = parser.parse_args()
     try:
         texts = asked.workload or ["rag:7800:200", "chat:200:800"]
@@ -56,6 +75,8 @@ def workload(text: str, tokens_per_second: float) -> tuple[str, Workload]:
         raise ValueError(f"a workload is NAME:INPUT:OUTPUT, not {text!r}")
     name, input_tokens, output_tokens = text.split(":")
     tokens = float(input_tokens) + float(output_tokens)
+    if tokens == 0:
+        raise ValueError(f"a workload needs tokens, and {text!r} has none")
     return name, Workload(
         requests_per_second=tokens_per_second / tokens,
         input_tokens=float(input_tokens),
