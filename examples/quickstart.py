@@ -7,11 +7,15 @@ server says, six times at most. Then the same code through tokenflow's transport
 made by the OpenAI SDK if it is installed, and by httpx2 otherwise. The provider is a fake in
 this process, so nothing is sent anywhere; its quota is enforced in real time. Without arguments
 it reads this project's README and docs.
+
+Look at who was answered, and at the bars: unthrottled, most calls give up while the quota of the
+periods to come lies idle; with tokenflow each period takes what the quota has.
 """
 
 import argparse
 import asyncio
 import importlib
+import mimetypes
 import re
 import sys
 import time
@@ -213,13 +217,19 @@ def read_passages(paths: list[Path]) -> tuple[list[str], int]:
 
 
 def files_in(path: Path) -> Iterator[Path]:
-    """Itself, or all that is below, except what is hidden."""
+    """Itself, or all that is below, except what is hidden or by its name no text."""
     if path.is_file():
         yield path
     elif path.is_dir():
         for child in sorted(path.iterdir()):
-            if not child.name.startswith(".") and not child.is_symlink():
+            if not child.name.startswith(".") and not child.is_symlink() and may_be_text(child):
                 yield from files_in(child)
+
+
+def may_be_text(path: Path) -> bool:
+    """An SVG is a picture, though its bytes would pass; what nobody knows is worth a look."""
+    kind, _ = mimetypes.guess_type(path.name)
+    return kind is None or kind.startswith("text/")
 
 
 def read(file: Path) -> str:
@@ -247,7 +257,7 @@ def split(text: str) -> list[str]:
 
 def main() -> None:
     project = Path(__file__).resolve().parent.parent
-    parser = argparse.ArgumentParser(description="The same calls, unthrottled and throttled.")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("paths", nargs="*", type=Path, help="text files, or folders of them")
     paths = parser.parse_args().paths or [*sorted(project.glob("*.md")), *project.glob("docs")]
     for path in paths:
@@ -266,4 +276,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
