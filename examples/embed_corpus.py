@@ -2,9 +2,12 @@
 
     python examples/embed_corpus.py [FOLDER] [--out corpus.jsonl] [--tokens-per-minute 1000000]
 
-Without FOLDER it makes a small corpus up. The provider is a fake inside this
-file, with the per-request limits of a real one, so no key and no network are
-needed. Interrupt it and start it again: what was embedded is not sent twice.
+FOLDER is one of .txt files, in it or below; without it a small corpus is made up. The provider
+is a fake inside this file, with the per-request limits of a real one, so no key and no network
+are needed.
+
+Look at how few requests it takes. With --tokens-per-minute 60000 it takes minutes: interrupt it
+and start it again, and what was embedded is not sent twice.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,11 +52,11 @@ def count(text: str) -> int:
 
 def split(text: str) -> Iterator[str]:
     """Paragraphs, joined up to MAX_CHUNK_TOKENS; one that is longer is cut."""
-    size = MAX_CHUNK_TOKENS
+    size = MAX_CHUNK_TOKENS // 2  # characters, of which each has four bytes at most
     paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
-    pieces = (part[i : i + size] for part in paragraphs for i in range(0, len(part), size))
-    for batch in tokenflow.pack_stream(pieces, size, tokens=count, open_batches=1):
-        yield "\n\n".join(batch.items)
+    pieces = (part[i : i + size] + "\n\n" for part in paragraphs for i in range(0, len(part), size))
+    for batch in tokenflow.pack_stream(pieces, MAX_CHUNK_TOKENS, tokens=count, open_batches=1):
+        yield "".join(batch.items).strip()
 
 
 def chunks(folder: Path) -> list[Chunk]:
@@ -105,9 +108,8 @@ def embedded_before(partial: Path) -> dict[str, list[float]]:
     return found
 
 
-async def embed(folder: Path, out: Path, tokens_per_minute: int) -> None:
+async def embed(corpus: list[Chunk], out: Path, tokens_per_minute: int) -> None:
     partial = out.with_suffix(".partial")
-    corpus = chunks(folder)
     vectors = embedded_before(partial)
     todo = [chunk for chunk in corpus if chunk.key not in vectors]
     budget = min(tokens_per_minute, 20_000)  # smaller than the provider's, for a livelier bar
@@ -160,16 +162,45 @@ def made_up(folder: Path) -> Path:
     return folder
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """For argparse: a whole number, and none that is too small for what follows."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least:,}, not {text}")
+        return int(text)
+
+    return number
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?", help="of .txt files")
-    parser.add_argument("--out", type=Path, help="the .jsonl to write")
-    parser.add_argument("--tokens-per-minute", type=int, default=1_000_000)
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--out", type=Path, default="corpus.jsonl", metavar="FILE", help="to write: %(default)s"
+    )
+    parser.add_argument(
+        "--tokens-per-minute",
+        type=at_least(MAX_CHUNK_TOKENS),
+        default=1_000_000,
+        metavar="N",
+        help=f"%(default)s, and at least {MAX_CHUNK_TOKENS}, which a piece of text takes",
+    )
+    asked = parser.parse_args()
+    if asked.out.is_dir() or not asked.out.parent.is_dir():
+        parser.error(f"--out must be a file, in a folder that is there, not {asked.out}")
     with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.folder or made_up(Path(temporary))
-        out = arguments.out or Path(temporary) / "corpus.jsonl"
-        anyio.run(embed, folder, out, arguments.tokens_per_minute)
+        folder = asked.folder or made_up(Path(temporary))
+        if not folder.is_dir():
+            parser.error(f"no such folder: {folder}")
+        corpus = chunks(folder)
+    if not corpus:
+        parser.error(f"no .txt files in {folder} with text in them")
+    try:
+        anyio.run(embed, corpus, asked.out, asked.tokens_per_minute)
+    except KeyboardInterrupt:
+        print("\ninterrupted: what is done is kept, and the same again goes on", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":
