@@ -12,15 +12,18 @@ becomes a line of the output, in the order in which the answers come:
     {"id": "line_1", "custom_id": "a", "response": {"status_code": 200, ...}, "error": null}
 
 Kill it when you like and start it again: what has a result is not sent again. A line that
-fails has its error as its result; --retry-failed has another go at those. Where the key is
-wrong or the account empty, it stops: nothing would get through.
+fails has its error as its result; --retry-failed has another go at those. Where nobody answers,
+the key is wrong or the account empty, it stops: nothing would get through. The exit status is 0,
+1 where a line has failed, 2 where it stopped and 130 where it was interrupted.
 
-The input is read line by line, and results are written as they come: 20,000 lines took 74 MB at
-most, 1,000 took 57 MB.
+The input is read line by line, and results are written as they come: 20,000 lines took 61 MB at
+most, 1,000 took 43 MB.
 
 Without --base-url it talks to a fake provider in this process, whose minute is a second long;
-without INPUT it makes a thousand requests up. The key comes from the environment's
-OPENAI_API_KEY unless it is given.
+without INPUT it makes a thousand requests up, and keeps no results. The key comes from the
+environment's OPENAI_API_KEY unless it is given.
+
+Look at what the provider refused: nothing, or next to it.
 """
 
 from __future__ import annotations
@@ -31,15 +34,20 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from pathlib import Path
 from random import Random
 from typing import Any, Final, TextIO
+from urllib.parse import urlsplit
+
+try:
+    import httpx2
+except ImportError as error:
+    sys.exit(f"batch_jsonl: {error}: it needs pip install httpx2")
 
 import anyio
-import httpx2
 
 from tokenflow import ApproximateCounter, TokenFlow, providers
 from tokenflow.integrations.httpx2 import ThrottledTransport
@@ -217,7 +225,7 @@ async def run(
         async for each in results:
             refusal = None if each.error is None else account.classify(each.error)
             if refusal is not None and hopeless(refusal):
-                tally.stopped = refusal.message or refusal.kind
+                tally.stopped = f"{client.base_url}: {refusal.message or refusal.kind}"
                 break  # what is on its way is cancelled, and has no result
             row = result(each.item, each.value, each.error)
             out.write(json.dumps(row) + "\n")
@@ -232,6 +240,18 @@ async def run(
 def hopeless(refusal: Refusal) -> bool:
     """Would no other line get through either? The key, the account, the connection."""
     return refusal.kind in ("exhausted", "unsent") or refusal.status_code == HTTPStatus.UNAUTHORIZED
+
+
+async def unreachable(base_url: str) -> str:
+    """Why nobody can be asked there, if so: else each line would find out, again and again."""
+    try:
+        async with httpx2.AsyncClient(transport=httpx2.AsyncHTTPTransport(), timeout=3) as client:
+            await client.head(base_url)  # outside the limits, for it costs nothing
+    except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+        return f"nobody answers at {base_url}: {error or type(error).__name__}"
+    except httpx2.TransportError:
+        pass  # somebody is there, and may answer what it is meant for
+    return ""
 
 
 # -- from the command line --------------------------------------------------------------
@@ -270,6 +290,8 @@ def made_up(path: Path, lines: int = 1_000) -> Path:
 
 
 async def job(asked: argparse.Namespace, todo: Todo) -> Tally:
+    if asked.base_url and len(todo) and (why := await unreachable(asked.base_url)):
+        return Tally(stopped=why)
     account = providers.openai(tpm=asked.tpm, rpm=asked.rpm)
     fake = None if asked.base_url else fake_provider(asked.tpm, asked.rpm)
     if fake is None:
@@ -313,44 +335,87 @@ def work(asked: argparse.Namespace) -> int:
         f"{tally.answered:,} answered, {tally.failed:,} failed; {tally.again:,} sent again, "
         f"{tally.tokens:,} tokens, {time.monotonic() - started:.1f} s"
     )
-    print(f"results: {asked.output}")
-    if tally.failed:
-        print("what has failed is sent again with --retry-failed")
+    if not asked.is_made_up:
+        print(f"results: {asked.output}")
+        if tally.failed:
+            print("what has failed is sent again with --retry-failed")
     if tally.stopped:
         print(f"stopped: {tally.stopped}", file=sys.stderr)
         return 2
     return int(tally.failed > 0)
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """For argparse: a whole number, and none that is too small for what follows."""
+
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least:,}, not {text}")
+        return int(text)
+
+    return number
+
+
+def url(text: str) -> str:
+    """For argparse."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise argparse.ArgumentTypeError(f"must be as http://127.0.0.1:8000/v1 is, not {text!r}")
+    return text
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("input", type=Path, nargs="?", help="a .jsonl file of requests")
     parser.add_argument("output", type=Path, nargs="?", help="a .jsonl file for the results")
-    parser.add_argument("--base-url", help="such as https://api.openai.com/v1")
-    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"))
+    parser.add_argument("--base-url", type=url, help="such as https://api.openai.com/v1")
     parser.add_argument(
-        "--tpm", type=int, help="tokens per minute, or what the server allows, if less"
+        "--api-key",
+        default=os.environ.get("OPENAI_API_KEY"),
+        help="by default the environment's OPENAI_API_KEY",
     )
-    parser.add_argument("--rpm", type=int, help="requests per minute, likewise")
-    parser.add_argument("--max-pending", type=int, default=256, help="lines on their way at once")
-    parser.add_argument("--attempts", type=int, default=8, help="for a line that is told to wait")
+    count = at_least(1)
+    parser.add_argument(
+        "--tpm", type=count, help="tokens per minute, or what the server allows, if less"
+    )
+    parser.add_argument("--rpm", type=count, help="requests per minute, likewise")
+    parser.add_argument(
+        "--max-pending",
+        type=count,
+        default=256,
+        metavar="N",
+        help="lines on their way at once: %(default)s",
+    )
+    parser.add_argument(
+        "--attempts",
+        type=count,
+        default=8,
+        metavar="N",
+        help="for a line that is told to wait: %(default)s",
+    )
     parser.add_argument("--retry-failed", action="store_true", help="send what has failed again")
     asked = parser.parse_args()
+    asked.is_made_up = asked.input is None
     with tempfile.TemporaryDirectory() as folder:
-        if asked.input is None:
+        if asked.is_made_up:
             if asked.base_url:
                 parser.error("a real server needs a real input file")
             asked.input = made_up(Path(folder) / "requests.jsonl")
             asked.tpm, asked.rpm = asked.tpm or 60_000, asked.rpm or 600
+            if asked.tpm < 500:
+                parser.error(f"--tpm must be at least 500 for the lines made up, not {asked.tpm}")
         asked.output = asked.output or asked.input.with_suffix(".results.jsonl")
         if not asked.input.is_file():
             parser.error(f"no such file: {asked.input}")
+        if asked.output.is_dir() or not asked.output.parent.is_dir():
+            parser.error(f"the output must be a file, in a folder that is there: {asked.output}")
         if asked.output.exists() and asked.output.samefile(asked.input):
             parser.error("input and output are the same file")
         try:
             return work(asked)
         except KeyboardInterrupt:
-            print("interrupted; start it again, and it goes on from here", file=sys.stderr)
+            again = "" if asked.is_made_up else "; start it again, and it goes on from here"
+            print(f"interrupted{again}", file=sys.stderr)
             return 130
 
 
