@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 try:
     import openai
@@ -124,9 +125,17 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
+def url(text: str) -> str:
+    """For argparse."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise argparse.ArgumentTypeError(f"must be as http://127.0.0.1:8000/v1 is, not {text!r}")
+    return text
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--base-url", help="a real server instead of the fake one")
+    parser.add_argument("--base-url", type=url, help="a real server instead of the fake one")
     parser.add_argument("--api-key", default="none", help="for that server")
     parser.add_argument(
         "--tpm",
