@@ -290,8 +290,6 @@ def made_up(path: Path, lines: int = 1_000) -> Path:
 
 
 async def job(asked: argparse.Namespace, todo: Todo) -> Tally:
-    if asked.base_url and len(todo) and (why := await unreachable(asked.base_url)):
-        return Tally(stopped=why)
     account = providers.openai(tpm=asked.tpm, rpm=asked.rpm)
     fake = None if asked.base_url else fake_provider(asked.tpm, asked.rpm)
     if fake is None:
@@ -329,6 +327,9 @@ def work(asked: argparse.Namespace) -> int:
     print(f"{len(done):,} lines have a result, {len(todo):,} are to be sent")
     if todo.repeated:
         print(f"{todo.repeated:,} are left out: their custom_id was there before")
+    if asked.base_url and len(todo) and (why := anyio.run(unreachable, asked.base_url)):
+        print(f"stopped: {why}", file=sys.stderr)
+        return 2
     started = time.monotonic()
     tally = anyio.run(job, asked, todo)
     print(

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import anyio
@@ -247,8 +249,26 @@ class TestFailures:
     def test_no_server_there(self, run: Run, tmp_path: Path) -> None:
         job = Job(tmp_path, [request("a")])
         job.provider.transport = lambda stack: Unreachable()  # type: ignore[method-assign, assignment]
-        assert "nobody there" in run(job.run).stopped
+        assert run(job.run).stopped == "http://fake/v1/: nobody there"
         assert results(job.output) == []
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"])
+def test_somebody_who_answers_no_head(says: bytes) -> None:
+    """Is there all the same. On sockets of this machine, for that is what is looked at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1_000)
+                connection.sendall(says)
+
+        thread = Thread(target=serve)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        assert anyio.run(batch.unreachable, url) == ""
+        thread.join()
 
 
 class Unreachable(httpx2.AsyncBaseTransport):  # type: ignore[misc]
@@ -410,6 +430,21 @@ class TestCommandLine:
         assert status == 2
         assert "the same file" in error
         assert rows.read_bytes() == before
+
+    def test_nobody_at_the_url(self, tmp_path: Path) -> None:
+        """In real time, of which the attempts of a line would take a minute and a half."""
+        rows = written(tmp_path / "in.jsonl", [request("a")])
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        status, _, error = self.run(rows, "--base-url", url)
+        assert status == 2
+        assert error.startswith(f"stopped: nobody answers at {url}: ")
+        assert not (tmp_path / "in.results.jsonl").exists()
+
+    def test_nobody_is_asked_for_nothing(self, tmp_path: Path) -> None:
+        rows = written(tmp_path / "in.jsonl", [request("a")])
+        assert self.run(rows)[0] == 0
+        assert self.run(rows, "--base-url", "http://127.0.0.1:9/v1")[0] == 0
 
     def test_failures_show_in_the_status(self, tmp_path: Path) -> None:
         rows = written(tmp_path / "in.jsonl", [request("a"), "no JSON", request("a")])
