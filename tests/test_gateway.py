@@ -43,12 +43,12 @@ def chat(**more: Any) -> dict[str, Any]:
 class Setting:
     """The gateway, a client of it, and the provider behind it."""
 
-    def __init__(self, *, max_waiting: int = 10, **fake: Any) -> None:
+    def __init__(self, *, max_waiting: int = 10, tenants: Any = TENANTS, **fake: Any) -> None:
         self.provider = FakeProvider(**{"output": 50, "seed": 1, **fake})
-        self.limits = example.shared(1_000, 500, TENANTS, 60.0, max_waiting)
+        self.limits = example.shared(1_000, 500, tenants, 60.0, max_waiting)
         self.app = example.gateway(
             self.limits,
-            TENANTS,
+            tenants,
             base_url="http://fake/v1",
             transport=self.provider.transport(httpx2),
             counter=ApproximateCounter(4.0),
@@ -205,6 +205,37 @@ async def test_shares_and_priorities() -> None:
             await wait_all_tasks_blocked()
     minutes = [Counter(arrived[at : at + 9]) for at in (0, 9)]  # nine fit into each
     assert minutes == [{"first": 9}, {"a": 3, "b": 6}]
+
+
+@pytest.mark.parametrize("places", [20, 60])
+async def test_a_flood_leaves_the_others_their_places(places: int) -> None:
+    """In the queue, of which "paid" has three quarters, as it has of the tokens."""
+    tenants = {
+        "key-free": example.Tenant("free", max_wait=600.0),
+        "key-paid": example.Tenant("paid", max_wait=600.0, weight=3.0),
+    }
+    setting = Setting(max_waiting=places, tenants=tenants)
+    got: Counter[tuple[str, int]] = Counter()
+
+    async def ask(name: str) -> None:
+        response = await setting.ask(key=f"key-{name}")
+        got[name, response.status_code] += 1
+
+    await setting.fill()
+    async with anyio.create_task_group() as tasks:
+        for _ in range(600):
+            tasks.start_soon(ask, "free")
+        await wait_all_tasks_blocked()
+        await anyio.sleep(5)
+        for _ in range(20):
+            tasks.start_soon(ask, "paid")
+        await wait_all_tasks_blocked()
+        assert setting.waiting <= 2 * places
+    assert got["paid", 200] > 10
+    assert got["paid", 200] + got["paid", 429] == 20
+    assert got["free", 200] > 0
+    assert got["free", 200] + got["free", 429] == 600
+    assert setting.waiting == 0
 
 
 async def test_the_providers_refusal_is_passed_on_and_heeded() -> None:
