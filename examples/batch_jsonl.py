@@ -248,7 +248,7 @@ async def unreachable(base_url: str) -> str:
         async with httpx2.AsyncClient(transport=httpx2.AsyncHTTPTransport(), timeout=3) as client:
             await client.head(base_url)  # outside the limits, for it costs nothing
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-        return f"nobody answers at {base_url}: {error or type(error).__name__}"
+        return f"nobody answers at {base_url}: {str(error) or type(error).__name__}"
     except httpx2.TransportError:
         pass  # somebody is there, and may answer what it is meant for
     return ""
