@@ -91,7 +91,6 @@ _UNIX: Final = 1e9  # from here on a number is an instant, and
 _UNIX_MILLISECONDS: Final = 1e11  # from here on one in milliseconds
 _MOST_HEADERS: Final = 1_000
 _LONGEST_NAME: Final = 100
-_TEXT: Final = (bytes, str)
 _LONGEST_TEXT: Final = 2_000
 
 
@@ -114,8 +113,10 @@ class Headers:
 
     def first(self, name: str, parse: Callable[[str], T | None]) -> T | None:
         """What the header of this name says."""
-        said = (_either(text, parse) for each, text in self._pairs if each == name)
-        return next((value for value in said if value is not None), None)
+        for each, text in self._pairs:
+            if each == name and (value := _either(text, parse)) is not None:
+                return value
+        return None
 
     def seconds(self, text: str) -> float | None:
         """A number of seconds, a duration, or what is left until an instant."""
@@ -148,7 +149,10 @@ class Headers:
         for name, text in self._pairs:
             field = _field(name)
             if field is not None:
-                value = _either(text, self.seconds if field.what == "reset" else field.read)
+                parse = self.seconds if field.what == "reset" else field.read
+                value = parse(text)
+                if value is None:
+                    value = _either(text, parse)
                 if value is not None:
                     known.setdefault((field.of, field.per), {}).setdefault(field.what, value)
         for (of, named), numbers in known.items():
@@ -198,12 +202,16 @@ def _pairs(headers: Any) -> list[tuple[str, str]]:
     """Those that may matter here."""
     pairs: list[tuple[str, str]] = []
     with suppress(Exception):
-        items = getattr(headers, "raw", None)  # of httpx: as they came
-        if type(items) is not list:
-            items = headers.items() if hasattr(headers, "items") else headers
+        raw = getattr(headers, "raw", None)  # of httpx: as they came, pairs of bytes
+        if type(raw) is list:
+            return [(known, text_of(text)) for name, text in raw if (known := _known_name(name))][
+                :_MOST_HEADERS
+            ]
+    with suppress(Exception):
+        items = headers.items() if hasattr(headers, "items") else headers
         for item in islice(items, _MOST_HEADERS):
             if isinstance(item, (tuple, list)) and len(item) == 2:
-                name = _known_name(item[0]) if type(item[0]) in _TEXT else ""
+                name = _known_name(item[0]) if type(item[0]) in (bytes, str) else ""
                 if name:
                     pairs.append((name, text_of(item[1])))
     return pairs

@@ -14,7 +14,14 @@ import os
 import sys
 import threading
 import time
-from asyncio import AbstractEventLoop, BaseEventLoop, Future, Handle
+from asyncio import (
+    AbstractEventLoop,
+    BaseEventLoop,
+    Future,
+    Handle,
+    _get_running_loop,
+    current_task,
+)
 from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 from typing import Any, Protocol, final
@@ -83,6 +90,10 @@ class Run:
         self._started = self.now()
         self._monotonic = time.monotonic()
 
+    def is_of(self, loop: AbstractEventLoop | None) -> bool:
+        """Is it that of this loop, of asyncio?"""
+        return loop is not None and loop is self._token
+
     def is_live(self) -> bool:
         """Is it going on, here or in another thread of this process?"""
         if self._token is None or self.pid != os.getpid():
@@ -136,16 +147,29 @@ OUTSIDE = Run(None)
 """What happens outside of any event loop, on the monotonic clock."""
 
 
+class _Here(threading.local):
+    run: ref[Run] | None = None
+    """The last that was found in this thread, if it is one of asyncio."""
+
+
+_here = _Here()
+
+
 def current_run() -> Run | None:
     """The run that the caller is in, or None outside of any."""
+    last = None if _here.run is None else _here.run()
     try:
+        # In a task of that loop; else it may be trio's that is a guest there.
+        if last is not None and last.is_of(_get_running_loop()) and current_task() is not None:
+            return last
         known = _run.get(None)
-    except RuntimeError:  # anyio.NoEventLoopError
+    except RuntimeError:  # as anyio.NoEventLoopError
         return None
     run = None if known is None else known()
     if run is None:
         run = Run(current_token())
         _run.set(ref(run))
+    _here.run = ref(run)
     return run
 
 

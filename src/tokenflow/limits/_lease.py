@@ -24,6 +24,7 @@ from ._window import WindowGate
 if TYPE_CHECKING:
     from tokenflow.serving import Replica
 
+    from ._gate import Gate
     from ._limiter import Limiter
 
 __all__ = ["CANCELLED", "Lease", "check_options", "is_due", "log", "priced", "shown"]
@@ -236,20 +237,19 @@ class Lease:
 
     def _settled(self, actual: int | Usage, costs: list[int]) -> list[int]:
         """What it comes to, where the server counts at arrival what a call declares."""
-        for i, (gate, held) in enumerate(zip(self._path.gates, self._costs, strict=False)):
-            if isinstance(gate, WindowGate) and gate.settle == "reserved":
-                costs[i] = self._settled_at(gate, held, actual, costs[i])
+        gates, asked = self._path.gates, self._asked
+        reserved = [i for i in range(len(self._costs)) if _is_reserved(gates[i])]
+        if not reserved:
+            return costs
+        declared: int | Usage = actual
+        if isinstance(asked, Usage) and isinstance(actual, Usage):
+            if asked.max_output_tokens is None:
+                return costs
+            if actual.max_output_tokens is None:
+                declared = replace(actual, max_output_tokens=asked.max_output_tokens)
+        for i in reserved:  # of ints nobody knows what they declared
+            costs[i] = max(self._costs[i], gates[i].cost(declared))
         return costs
-
-    def _settled_at(self, gate: WindowGate, held: int, actual: int | Usage, cost: int) -> int:
-        asked = self._asked
-        if not isinstance(asked, Usage) or not isinstance(actual, Usage):
-            return max(held, cost)  # nobody knows what was declared
-        if asked.max_output_tokens is None:
-            return cost
-        if actual.max_output_tokens is None:
-            cost = gate.cost(replace(actual, max_output_tokens=asked.max_output_tokens))
-        return max(held, cost)
 
     def _correct(self, usage: int | Usage, costs: list[int]) -> None:
         path = self._path
@@ -413,6 +413,10 @@ def _total(cost: int | Usage) -> int:
 
 def shown(cost: int | Usage) -> str:
     return f"{cost:,} tokens" if isinstance(cost, int) else repr(cost)
+
+
+def _is_reserved(gate: Gate) -> bool:
+    return isinstance(gate, WindowGate) and gate.settle == "reserved"
 
 
 def _settle_path(path: Path) -> None:

@@ -391,14 +391,14 @@ class TokenRateLimiter(Limiter):
             guard(gate for _, ledgers in observed for gate in islice(ledgers or (), 1))
         told = [(each, ledgers.gate(tenant)) for each, ledgers in observed if ledgers is not None]
         gates = [gate for _, gate in told]
-        if gates:
-            now = guard(gates).now()
-            before = [gate.largest() for gate in gates]
-            for each, gate in told:
-                gate.observe(each, now, age)
-            moved = [(gate.largest(), largest) for gate, largest in zip(gates, before, strict=True)]
-            lowered, raised = any(a < b for a, b in moved), any(a > b for a, b in moved)
-            changed(gates, now, lowered=lowered, raised=raised)
+        now = guard(gates).now() if gates else 0.0
+        lowered = raised = False
+        for each, gate in told:
+            largest = gate.largest()
+            gate.observe(each, now, age)
+            lowered |= gate.largest() < largest
+            raised |= gate.largest() > largest
+        changed(gates, now, lowered=lowered, raised=raised)
         if pause := known_seconds(status.retry_after):
             self.pause(pause)
 

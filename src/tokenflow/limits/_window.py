@@ -302,6 +302,8 @@ class WindowGate:
             self._proved_before = self._proved if sent < self._period_ends + self.per else 0
             self._proved, self._period_ends = 0, sent + (reset if anew else self.per)
         self._proved = max(self._proved, least)
+        if not (self._proved or self._proved_before):
+            return 0  # as nearly always
         most = least + self._charged_since(math.nextafter(sent, math.inf))
         # In a period that began anew they go on while reports are on their way.
         expected = min(self._proved_before, 2 * most if anew else most)
