@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import statistics
 import time
@@ -236,6 +237,7 @@ def overhead(calls: int) -> str:
 
 def main() -> None:
     options = arguments(__doc__)
+    logging.getLogger("tokenflow").setLevel(logging.ERROR)  # what is refused is in the table
     calls = CALLS // 10 if options.quick else CALLS
     text = "\n\n".join(
         [

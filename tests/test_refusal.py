@@ -732,6 +732,7 @@ def transport_error(name: str, *bases: str) -> Exception:
         transport_error("ConnectError", "NetworkError", "TransportError"),
         transport_error("ConnectTimeout", "TimeoutException", "TransportError"),
         transport_error("PoolTimeout", "TimeoutException"),
+        transport_error("UnsupportedProtocol", "TransportError"),
         transport_error("ClientConnectorDNSError", "ClientConnectorError"),
         ConnectionRefusedError("refused"),
         socket.gaierror("refused"),

@@ -50,7 +50,14 @@ _BY_TEXT: Final[Mapping[RefusalKind, re.Pattern[str]]] = {
 _TOKENFLOW: Final = (RequestTooLarge, QueueFull, WaitTimeout, NoReplica)
 # By name, for not one of the libraries need be installed: httpx, httpx2, httpcore, aiohttp.
 _UNSENT: Final = frozenset(
-    {"ConnectError", "ConnectTimeout", "PoolTimeout", "ClientConnectorError"}
+    {
+        "ConnectError",
+        "ConnectTimeout",
+        "PoolTimeout",
+        "UnsupportedProtocol",
+        "InvalidURL",
+        "ClientConnectorError",
+    }
 )
 _SENT: Final = frozenset({"TransportError", "TimeoutException", "NetworkError", "ProtocolError"})
 _DEEPEST_CHAIN: Final = 20  # they can be circular
