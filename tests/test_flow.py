@@ -20,6 +20,7 @@ from tokenflow import (
     HistoricalEstimator,
     QueueFull,
     Quota,
+    Replica,
     Request,
     RequestTooLarge,
     TaskEstimator,
@@ -338,8 +339,16 @@ class TestStreams:
             async for _ in call.track(self.stream(chunk("abc"), chunk("d" * 9), chunk("e" * 30))):
                 seen.append((limited.held, limited.used[0]))
         # Counted by the length at first, and exactly in the end.
-        assert seen == [(1_002, 1_002), (1_003, 1_003), (1_010, 1_010)]
+        assert seen == [(1_002, 1_002), (1_003, 1_003), (1_011, 1_011)]
         assert limited.used == (1_014, 1)
+
+    async def test_a_refusal_after_the_first_letters_takes_nothing_back(self) -> None:
+        limited = Limited()
+        async with limited.request() as call:
+            async for _ in call.track(self.stream(chunk("Hi!"))):
+                call.failed(Refused(429))
+        assert limited.outcomes == ["failed"]
+        assert limited.used == (1_500, 1)
 
     async def test_many_small_chunks_count_as_one_text(self) -> None:
         limited = Limited()
@@ -691,3 +700,8 @@ async def test_those_who_wait_are_seen_at_the_limits_that_were_given() -> None:
             statistics = semaphore.statistics()
             assert (statistics.waiting_calls, statistics.waiting_tokens) == (3, 300)
             tasks.cancel_scope.cancel()
+
+
+def test_a_replica_is_no_limit() -> None:
+    with pytest.raises(TypeError, match="limits must be a limiter, a Provider"):
+        TokenFlow(Replica("a", max_tokens=10))  # type: ignore[arg-type]

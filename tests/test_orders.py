@@ -501,6 +501,8 @@ async def test_one_who_floods_the_queue_leaves_others_their_share_of_it() -> Non
             assert await places.arrive(tasks, "a", 10) == 20
             assert await places.arrive(tasks, "c", 10) == 4  # 1 of 5
             assert places.semaphore.statistics().waiting_calls == 39
+            with pytest.raises(QueueFull, match=r"39 calls wait .* at most 20 may, or a tenant"):
+                await places.semaphore.acquire(10, tenant="a")
     assert places.refused == {"a": 90, "b": 85, "c": 6}
     assert places.semaphore.statistics().waiting_calls == 0
 

@@ -708,7 +708,23 @@ async def test_reserved_charges_the_declared_maximum_and_never_credits_it() -> N
         lease.reconcile(Usage(input_tokens=15, output_tokens=60))
         assert used(limiter) == [95]
         lease.reconcile(Usage(input_tokens=10, output_tokens=120))
-    assert used(limiter) == [130]
+        assert used(limiter) == [130]
+        lease.reconcile(Usage(input_tokens=10, output_tokens=3))  # the last one wins
+    assert used(limiter) == [90]
+
+
+async def test_a_quotas_function_is_asked_once_for_each_settlement() -> None:
+    asked: list[Usage] = []
+
+    def weight(usage: Usage) -> int:
+        asked.append(usage)
+        return usage.total_tokens
+
+    limiter = TokenRateLimiter(Quota(1000, of=weight, settle="reserved"))
+    async with limiter.reserve(Usage(input_tokens=10, max_output_tokens=80)) as lease:
+        asked.clear()
+        lease.reconcile(Usage(input_tokens=10, output_tokens=3))
+    assert len(asked) == 1
 
 
 async def test_reserved_settles_at_the_truth_what_declared_nothing() -> None:

@@ -1115,3 +1115,21 @@ def test_it_can_be_built_and_used_before_any_loop(run: Run) -> None:
     for _ in range(3):
         run(main)
     assert idle(semaphore)
+
+
+async def test_a_tenant_that_cannot_be_hashed_waits_as_others_do() -> None:
+    """Where nobody shares by tenant it is only handed on."""
+    semaphore = TokenSemaphore(100)
+    went: list[object] = []
+
+    async def call(tenant: Any) -> None:
+        async with semaphore.reserve(60, tenant=tenant):
+            went.append(tenant)
+
+    async with anyio.create_task_group() as tasks:
+        with semaphore.acquire_nowait(100):
+            for tenant in (["acme"], "b"):
+                tasks.start_soon(call, tenant)
+                await wait_all_tasks_blocked()
+    assert went == [["acme"], "b"]
+    assert semaphore.statistics().tokens_in_flight == 0

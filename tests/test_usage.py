@@ -392,6 +392,17 @@ class TestFromResponse:
         with pytest.raises(ValueError, match=remedy):
             Usage.from_response(given)
 
+    @pytest.mark.parametrize("nothing", [{}, {"cost": 0.1}, None])
+    def test_a_usage_without_numbers_hides_no_other(self, nothing: object) -> None:
+        reader = UsageReader()
+        reader.feed({"usage": {"prompt_tokens": 10, "completion_tokens": 1}})
+        reader.feed({"usage": nothing})
+        assert not reader.is_fed
+        groq = {"usage": {"prompt_tokens": 30, "completion_tokens": 50}}
+        reader.feed({"usage": nothing, "x_groq": groq})
+        assert reader.is_fed
+        assert reader.usage == Usage(input_tokens=30, output_tokens=50)
+
     def test_reasoning_is_in_the_output(self) -> None:
         """LibreChat 4194."""
         assert Usage.from_response({"usage": RESPONSES}).output_tokens == 87

@@ -545,6 +545,25 @@ def test_what_others_had_of_a_minute_is_expected_of_the_next_one_if_they_are_the
         assert gate.used_at(now) == 40
 
 
+def test_a_call_of_ours_that_was_charged_too_little_proves_no_others() -> None:
+    gate = WindowGate(LIMIT, PER)
+    charge = gate.charge(10, 0.0)
+    observe(gate, 1.0, 1.0, remaining=LIMIT - 30, reset=59.0)  # it took 30
+    assert gate.used_at(1.0) == 30
+    gate.correct(charge, 30, 1.0)
+    gate.charge(40, 1.5)
+    gate.charge(40, 1.6)
+    observe(gate, 2.0, 0.5, remaining=LIMIT - 70, reset=58.0)
+    assert gate.used_at(2.0) == 110
+
+
+def test_more_left_than_there_can_be_is_no_report() -> None:
+    gate = WindowGate(LIMIT, PER)
+    observe(gate, 0.0, remaining=40, reset=60.0)
+    observe(gate, 1.0, remaining=LIMIT + 1, reset=59.0)
+    assert gate.used_at(1.0) == LIMIT - 40
+
+
 def test_what_others_use_moves_with_the_clock() -> None:
     gate = WindowGate(LIMIT, PER)
     observe(gate, 1_000.0, remaining=0, reset=60.0)

@@ -90,6 +90,7 @@ _LONGEST: Final = 366 * DAY
 _UNIX: Final = 1e9  # from here on a number is an instant, and
 _UNIX_MILLISECONDS: Final = 1e11  # from here on one in milliseconds
 _MOST_HEADERS: Final = 1_000
+_ROUNDING: Final = 500  # of Anthropic's thousands, at most
 _LONGEST_NAME: Final = 100
 _LONGEST_TEXT: Final = 2_000
 
@@ -156,6 +157,9 @@ class Headers:
                 if value is not None:
                     known.setdefault((field.of, field.per), {}).setdefault(field.what, value)
         for (of, named), numbers in known.items():
+            limit = numbers.get("limit")
+            if limit and limit < numbers.get("remaining", 0) <= limit + _ROUNDING:
+                numbers["remaining"] = limit
             per = named or periods.get(of) or _implied_period(**numbers) or otherwise
             yield QuotaStatus(of=of, per=per, refills_steadily=refills_steadily, **numbers)
 
@@ -204,23 +208,26 @@ def _pairs(headers: Any) -> list[tuple[str, str]]:
     with suppress(Exception):
         raw = getattr(headers, "raw", None)  # of httpx: as they came, pairs of bytes
         if type(raw) is list:
-            return [(known, text_of(text)) for name, text in raw if (known := _known_name(name))][
-                :_MOST_HEADERS
+            return [
+                (known, text_of(text))
+                for name, text in raw[:_MOST_HEADERS]
+                if (known := _known_name(name[:_LONGEST_NAME]))
             ]
     with suppress(Exception):
         items = headers.items() if hasattr(headers, "items") else headers
         for item in islice(items, _MOST_HEADERS):
             if isinstance(item, (tuple, list)) and len(item) == 2:
-                name = _known_name(item[0]) if type(item[0]) in (bytes, str) else ""
-                if name:
-                    pairs.append((name, text_of(item[1])))
+                name, text = item
+                known = _known_name(name[:_LONGEST_NAME]) if isinstance(name, (bytes, str)) else ""
+                if known:
+                    pairs.append((known, text_of(text)))
     return pairs
 
 
 @lru_cache(1_000)
 def _known_name(name: bytes | str) -> str:
     """A header's name as it is looked up; empty for one that says nothing here."""
-    text = text_of(name[:_LONGEST_NAME]).strip().lower()
+    text = text_of(name).strip().lower()
     return text if "rate" in text or "retry" in text or text == "date" else ""
 
 
@@ -258,7 +265,7 @@ def _number(text: str) -> float | None:
 def _rounded(text: str) -> int | None:
     """Anthropic rounds to thousands: as much as there can be, lest it looks used."""
     tokens = count(text)
-    return tokens + 500 if tokens is not None and tokens % 1000 == 0 else tokens
+    return tokens + _ROUNDING if tokens is not None and tokens % 1000 == 0 else tokens
 
 
 def _milliseconds(text: str) -> float | None:

@@ -149,7 +149,7 @@ OUTSIDE = Run(None)
 
 class _Here(threading.local):
     run: ref[Run] | None = None
-    """The last that was found in this thread, if it is one of asyncio."""
+    """The last that was found in this thread."""
 
 
 _here = _Here()
@@ -159,7 +159,8 @@ def current_run() -> Run | None:
     """The run that the caller is in, or None outside of any."""
     last = None if _here.run is None else _here.run()
     try:
-        # In a task of that loop; else it may be trio's that is a guest there.
+        # Outside of its tasks it may be trio's, which is a guest there. (The function with the
+        # underscore is documented: it returns None where the other one raises.)
         if last is not None and last.is_of(_get_running_loop()) and current_task() is not None:
             return last
         known = _run.get(None)

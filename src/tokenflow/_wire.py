@@ -174,12 +174,13 @@ class UsageReader:
         found: dict[str, int] = {}
         for owner in (*_present(usage, _LEVELS), usage):
             found = found or _numbers(owner)
+        if not found:
+            return False
         for name, known in self._numbers.items():
             found[name] = max(known, found.get(name, 0))
-        if found:
-            self._numbers = found
-            self._usage = _meaning(found)
-        return bool(found)
+        self._numbers = found
+        self._usage = _meaning(found)
+        return True
 
     @property
     def usage(self) -> Usage | None:

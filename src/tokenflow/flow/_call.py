@@ -48,7 +48,7 @@ class CallEvent:
     `outcome` is "reconciled" (its usage became known), "refused" (by the server),
     "unsent" (could not connect), "failed" (an exception), "abandoned" (the block
     was left, or its stream, without a usage) or "not admitted" (turned away, cancelled
-    while it was counted or waited, or not countable: `error`). `waited` and `seconds`
+    before that, or its input could not be counted: see `error`). `waited` and `seconds`
     are the time in the queue and the time after it. Where it did not come to an
     estimate, `estimated` is nothing, and `request` what was said of it.
     """

@@ -87,7 +87,7 @@ class Family:
         own: Limiter | None
         if limits is None or isinstance(limits, Limiter):
             own, self.rules = limits, _rules_of(limits)
-        elif hasattr(limits, "limiter"):
+        elif callable(getattr(limits, "limiter", None)):
             own, self.rules = limits.limiter(), limits
         else:
             takes = "a limiter, a Provider, or a mapping of patterns to these"

@@ -22,7 +22,7 @@ __all__ = ["Meter", "TrackedStream"]
 
 T = TypeVar("T")
 _PIECE: Final = 1_000  # characters that are counted together
-_CHARACTERS_PER_TOKEN: Final = 4  # about, until then
+_BYTES_PER_TOKEN: Final = 4  # about, until then
 
 
 @final
@@ -63,7 +63,8 @@ class Meter:
     def output_tokens(self) -> int:
         """What has been emitted so far: as reported, or as counted if that is more."""
         reported = self._reader.usage
-        emitted = self._emitted + len(self._text) // _CHARACTERS_PER_TOKEN
+        size = len(self._text.encode(errors="replace"))
+        emitted = self._emitted - (-size // _BYTES_PER_TOKEN)
         return max(emitted, 0 if reported is None else reported.output_tokens)
 
     @property

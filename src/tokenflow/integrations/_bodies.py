@@ -58,7 +58,7 @@ def described(path: str, content: bytes, is_json: bool, body: Any) -> dict[str, 
     if only_counts(path):
         return options | {"input_tokens": 0, "max_output_tokens": 0, "choices": 1}
     end = "/".join(["", *path.lower().split("/")[-2:]])  # before it there may be any name
-    if any(kind in end for kind in _NO_OUTPUT):
+    if any(kind in end for kind in _NO_OUTPUT) and not end.endswith("/completions"):
         options |= {"max_output_tokens": 0, "choices": 1}
     found = _input(body, path)
     if found is None:

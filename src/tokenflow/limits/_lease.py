@@ -145,9 +145,10 @@ class Lease:
             TypeError, ValueError: a cost that makes no sense; nothing has changed.
         """
         self._expect_held("`reconcile`")
-        usage, costs = priced(self._path, actual, "actual")
+        usage = _checked(actual, "actual")
+        costs = self._settled(usage)
         if self._state != "cancelled":
-            self._correct(usage, self._settled(usage, costs))
+            self._correct(usage, costs)
             self._reconciled = True
 
     def release(self) -> None:
@@ -235,20 +236,19 @@ class Lease:
         each = self._path.turnstiles[i]
         return not each.gate.in_flight or self._epochs[i] == each.epoch
 
-    def _settled(self, actual: int | Usage, costs: list[int]) -> list[int]:
-        """What it comes to, where the server counts at arrival what a call declares."""
-        gates, asked = self._path.gates, self._asked
-        reserved = [i for i in range(len(self._costs)) if _is_reserved(gates[i])]
-        if not reserved:
-            return costs
-        declared: int | Usage = actual
+    def _settled(self, actual: int | Usage) -> list[int]:
+        """What it comes to: with what the call declared, where servers count that at arrival."""
+        asked, declared, least = self._asked, actual, self._costs
         if isinstance(asked, Usage) and isinstance(actual, Usage):
-            if asked.max_output_tokens is None:
-                return costs
-            if actual.max_output_tokens is None:
+            least = []  # but of ints nobody knows what they declared
+            if actual.max_output_tokens is None and asked.max_output_tokens is not None:
                 declared = replace(actual, max_output_tokens=asked.max_output_tokens)
-        for i in reserved:  # of ints nobody knows what they declared
-            costs[i] = max(self._costs[i], gates[i].cost(declared))
+        costs = []
+        for i, gate in enumerate(self._path.gates):
+            if not _is_reserved(gate):
+                costs.append(gate.cost(actual))
+            else:
+                costs.append(max([gate.cost(declared), *least[i : i + 1]]))
         return costs
 
     def _correct(self, usage: int | Usage, costs: list[int]) -> None:

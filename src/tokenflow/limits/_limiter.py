@@ -234,8 +234,9 @@ class Limiter:
         if queue.is_too_full_for(waiter.lease.tenant):
             self._withdraw(waiter)  # the message does not count it
             raise QueueFull(
-                f"{queue.waiting} calls wait at {self!r} already, at most {queue.max_waiting} may: "
-                "try again later, or raise max_waiting",
+                f"{queue.waiting} calls wait at {self!r} already, at most {queue.max_waiting} may"
+                f"{', or a tenant its share of them' if queue.places else ''}: try again later, or "
+                "raise max_waiting",
                 retry_after=_retry_after(waiter, now),
             )
         delay = waiter.path.ready_at(waiter.costs, now) - now

@@ -313,8 +313,8 @@ class TokenRateLimiter(Limiter):
         input_tokens_per_minute: Short for `Quota(n, of="input_tokens")`.
         output_tokens_per_minute: Short for `Quota(n, of="output_tokens")`.
         order: `Fifo()`, `SmallestFirst()` or `FairShare()`.
-        max_waiting: How many calls may wait; more raise QueueFull. With `FairShare` no
-            tenant takes all places.
+        max_waiting: How many calls may wait; more raise QueueFull. With `FairShare` a full
+            queue still has a place for a tenant who holds less than its share of them.
         oversize: "alone" admits a call larger than a quota into an empty window.
 
     Raises:
@@ -381,7 +381,8 @@ class TokenRateLimiter(Limiter):
         are numbers that make no sense.
 
         Every response may be observed, in any order: one that counts only the calls of
-        this limiter makes nobody wait, provided that its `age` is given.
+        this limiter makes nobody wait, provided that its `age` is given, and that each was
+        charged at least what the server counts for it.
         """
         if not isinstance(status, RateLimitStatus):
             raise TypeError(f"observe takes a RateLimitStatus, not {status!r}")

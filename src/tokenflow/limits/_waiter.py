@@ -65,12 +65,14 @@ class Queue:
         "wait_logged_at",
         "waiting",
         "waiting_tokens",
+        "weights",
     )
 
     def __init__(self, order: Order, max_waiting: int | None, *, alone: bool) -> None:
         self.order: Order = order
         self.max_waiting: int | None = max_waiting
         self.places: dict[Hashable, int] = {}  # by tenant, where they share them
+        self.weights: float = 0.0  # of those tenants
         self.alone: bool = alone
         self.waiting: int = 0
         self.waiting_tokens: int = 0
@@ -83,25 +85,29 @@ class Queue:
         self.waiting += 1
         self.waiting_tokens += tokens
         if self.order.shares and self.max_waiting is not None:
+            if tenant not in self.places:
+                self.weights += self.order.weight(tenant)
             self.places[tenant] = self.places.get(tenant, 0) + 1
 
     def leaves(self, tenant: Hashable, tokens: int) -> None:
         self.waiting -= 1
         self.waiting_tokens -= tokens
-        if tenant in self.places:
+        if self.places:  # else nobody has asked whether the tenant can be hashed
             self.places[tenant] -= 1
             if not self.places[tenant]:
                 del self.places[tenant]
+                self.weights -= self.order.weight(tenant)
+            if not self.places:
+                self.weights = 0.0  # what rounding has left
 
     def is_too_full_for(self, tenant: Hashable) -> bool:
         """For the one of this tenant that has just come."""
         most = self.max_waiting
         if most is None or self.waiting <= most:
             return False
-        if tenant not in self.places or self.waiting > 2 * most:
+        if not self.places or self.waiting > 2 * most:
             return True
-        weights = {each: self.order.weight(each) for each in self.places}
-        return self.places[tenant] * sum(weights.values()) > most * weights[tenant]
+        return self.places[tenant] * self.weights > most * self.order.weight(tenant)
 
 
 class Booking(Protocol):

@@ -23,7 +23,8 @@ resets in s seconds began 60 - s ago, and a bucket that needs s seconds to be fu
 again has held nothing but what came since then either. It has counted at some
 instant between the sending of a call and its answer; of all these, the one that
 blames others least is assumed. So a report that counts nobody but us keeps nobody
-waiting, however long the call took and whatever was sent meanwhile. Others' use
+waiting, however long the call took and whatever was sent meanwhile, if each call was
+charged at least what the server counts for it. Others' use
 leaves as the server forgets it: in small steps where that refills steadily, or else
 at the reset.
 
@@ -243,6 +244,9 @@ class WindowGate:
         over = cost - sum(amount for _, amount, *_ in charge)
         if over > 0:
             self._expire(now)
+            # Until now the server may have counted it, and we not: that was no proof of others.
+            self._proved = max(0, self._proved - over)
+            self._proved_before = max(0, self._proved_before - over)
             return self._merge(self._without_gone(charge), self.charge(over, now))
         if over == 0:
             return charge
@@ -283,7 +287,7 @@ class WindowGate:
         if limit:
             self._told = limit
             self._compare_limits()
-        if remaining is None or now - age < self._observed_at:
+        if remaining is None or remaining > self.account_limit or now - age < self._observed_at:
             return
         used, sent = self.account_limit - remaining, now - age
         reset = known_seconds(status.reset)
