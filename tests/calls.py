@@ -1,6 +1,6 @@
 """Calls in tasks of their own, for tests that step through who goes when."""
 
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 import anyio
@@ -8,6 +8,15 @@ from anyio import wait_all_tasks_blocked
 
 from tokenflow import Lease, TokenflowError, Usage
 from tokenflow.limits import Limiter
+
+
+class Refused(Exception):
+    """As the SDKs raise them: with the response."""
+
+    def __init__(self, status_code: int, **headers: str) -> None:
+        super().__init__(f"status {status_code}")
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.response = SimpleNamespace(status_code=status_code, headers=named)
 
 
 class Calls:

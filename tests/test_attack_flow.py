@@ -32,12 +32,14 @@ from tokenflow import (
     TokenSemaphore,
     Usage,
 )
+from tokenflow.flow import MapResults
 from tokenflow.flow._call import _open, open_call
 from tokenflow.integrations._bodies import Compressed, Document, Events
 
+from .calls import Refused
 from .conftest import Backend, run_virtual
 from .test_bodies import meter
-from .test_flow import Limited, Refused, chunk, usage
+from .test_flow import Limited, chunk, usage
 from .test_map import collect, double
 from .test_transports import CHAT, Setting, chat, stack, throttled
 
@@ -249,13 +251,17 @@ class TestBlocks:
 @pytest.mark.anyio
 class TestMap:
     async def test_in_a_generator_that_is_closed(self) -> None:
+        jobs: list[MapResults[int, int]] = []
+
         async def values() -> AsyncIterator[int]:
             async with TokenFlow().map(double, range(100)) as results:
+                jobs.append(results)
                 async for result in results:
                     yield result.unwrap()
 
         async with contextlib.aclosing(values()) as found:  # type: ignore[type-var]
             await anext(found)
+        assert "0 pending" in repr(jobs[0])
 
     async def test_left_by_what_is_no_exception(self) -> None:
         with pytest.raises(KeyboardInterrupt):  # and not in a group
@@ -312,8 +318,9 @@ class TestMap:
                 tasks.start_soon(stubborn)
                 tasks.start_soon(anyio.sleep, 100)
 
-        async with TokenFlow().map(worker, range(3)):
+        async with TokenFlow().map(worker, range(3)) as results:
             await wait_all_tasks_blocked()
+        assert "0 pending" in repr(results)
 
     async def test_rules_that_raise_stop_nobody(self, caplog: pytest.LogCaptureFixture) -> None:
         class Rules:

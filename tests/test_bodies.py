@@ -121,11 +121,13 @@ class TestHostileResponses:
 
     @given(st.lists(st.dictionaries(names, json_values, max_size=5), max_size=6))
     def test_any_events(self, events: list[dict[str, Any]]) -> None:
-        measured, _ = meter()
+        measured, call = meter()
         found = Events(measured)
         for event in events:
             found.feed(b"data: " + json.dumps(event).encode() + b"\n\n")
         found.finish()
+        assert measured.is_over
+        assert call.charged  # what it says, or at least what was reserved
 
     @given(json_values, st.integers(1, 30))
     def test_any_document(self, value: Any, size: int) -> None:
@@ -135,6 +137,7 @@ class TestHostileResponses:
         for i in range(0, len(content), size):
             found.feed(content[i : i + size])
         found.finish()
+        assert len(call.charged) <= 1
 
     def test_a_line_without_end_is_not_kept(self) -> None:
         measured, _ = meter()

@@ -35,16 +35,9 @@ from tokenflow import (
     call_options,
 )
 
+from .calls import Refused
+
 pytestmark = pytest.mark.anyio
-
-
-class Refused(Exception):
-    """As the SDKs raise them: with the response."""
-
-    def __init__(self, status_code: int, **headers: str) -> None:
-        super().__init__(f"status {status_code}")
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        self.response = SimpleNamespace(status_code=status_code, headers=named)
 
 
 class Limited:

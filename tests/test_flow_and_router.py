@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -23,14 +22,9 @@ from tokenflow import (
 )
 from tokenflow._errors import TokenflowError
 
+from .calls import Refused
+
 pytestmark = pytest.mark.anyio
-
-
-class Refused(Exception):
-    def __init__(self, status_code: int, **headers: str) -> None:
-        super().__init__(f"status {status_code}")
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        self.response = SimpleNamespace(status_code=status_code, headers=named)
 
 
 def pair(**options: Any) -> TokenRouter:

@@ -134,6 +134,7 @@ async def test_a_thread_can_call_into_the_loop() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(anyio.to_thread.run_sync, work)
         await event.wait()
+    assert event.is_set()
 
 
 async def test_a_quick_thread_answers_before_the_next_timer() -> None:

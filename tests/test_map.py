@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -22,16 +21,10 @@ from tokenflow import (
 )
 from tokenflow.flow import MapResult, Progress
 
+from .calls import Refused
 from .conftest import Backend
 
 pytestmark = pytest.mark.anyio
-
-
-class Refused(Exception):
-    def __init__(self, status_code: int, **headers: str) -> None:
-        super().__init__(f"status {status_code}")
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        self.response = SimpleNamespace(status_code=status_code, headers=named)
 
 
 async def double(item: int) -> int:

@@ -250,9 +250,10 @@ class TestHistorical:
             ({"quantile": 1.0}, "quantile must be between 0 and 1"),
             ({"quantile": math.nan}, "quantile must be between 0 and 1"),
             ({"quantile": True}, "quantile must be between 0 and 1"),
-            ({"min_samples": 0}, "min_samples must be between 1 and window = 2000"),
+            ({"min_samples": 0}, "min_samples must be an int >= 1, not 0"),
+            ({"window": 0}, "window must be an int >= 1, not 0"),
             ({"min_samples": 11, "window": 10}, "min_samples must be between 1 and window = 10"),
-            ({"max_keys": 0}, "max_keys must be"),
+            ({"max_keys": 0}, "max_keys must be an int >= 1, not 0"),
         ],
     )
     def test_bad_settings_are_refused(self, kwargs: dict[str, Any], message: str) -> None:
@@ -262,7 +263,7 @@ class TestHistorical:
     @pytest.mark.parametrize("name", ["min_samples", "window", "max_keys"])
     @pytest.mark.parametrize("size", [1.0, True, math.nan, "9"])
     def test_sizes_are_counts(self, name: str, size: Any) -> None:
-        with pytest.raises(TypeError, match=f"{name} must be an int >= 0"):
+        with pytest.raises(TypeError, match=f"{name} must be an int >= 1"):
             HistoricalEstimator(**{name: size})
 
     def test_a_model_of_ones_own_as_prior_is_used_while_there_is_no_history(self) -> None:

@@ -621,6 +621,7 @@ def test_limits_make_a_new_limiter_each_time() -> None:
     one, other = TokenLimits(provider), TokenLimits(provider)
     one.acquire_nowait(900).release()
     other.acquire_nowait(900).release()
+    assert [limits.members[0].statistics().quotas[0].used for limits in (one, other)] == [900, 900]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from typing import Final, final
 
-from tokenflow._usage import Request, token_count
+from tokenflow._usage import Request, positive_int, token_count
 
 from ._history import History, input_bucket, min_input_tokens
 from ._output import OutputEstimate, OutputEstimator, ScoredEstimator, TaskEstimator
@@ -82,15 +82,14 @@ class HistoricalEstimator(ScoredEstimator):
         super().__init__(margin)
         if isinstance(quantile, bool) or not 0 < quantile < 1:
             raise ValueError(f"quantile must be between 0 and 1, not {quantile!r}")
-        min_samples = token_count(min_samples, "min_samples")
-        window = token_count(window, "window")
-        if not 1 <= min_samples <= window:
+        min_samples = positive_int(min_samples, "min_samples")
+        window = positive_int(window, "window")
+        positive_int(max_keys, "max_keys")
+        if min_samples > window:
             raise ValueError(
                 f"min_samples must be between 1 and window = {window}, not {min_samples}: "
                 "a key that never has enough would be served by the prior for ever"
             )
-        if token_count(max_keys, "max_keys") < 1:
-            raise ValueError(f"max_keys must be at least 1, not {max_keys}")
         self._quantile = quantile
         self._prior = TaskEstimator() if prior is None else prior
         self._min_samples = min_samples

@@ -25,7 +25,7 @@ from tokenflow.limits import Lease, TokenRateLimiter
 from tokenflow.limits._lease import log
 
 from ._family import ProviderRules, rate_limiters
-from ._map import current_job
+from ._map import classified, current_job
 from ._stream import Meter, TrackedStream
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class Call:
         stays charged.
         """
         ticket = self._held()
-        refusal = self._classified(outcome)
+        refusal = classified(ticket.rules.classify, outcome)
         self._refusal = refusal
         self._error = outcome if isinstance(outcome, BaseException) else None
         if refusal is None or (self._meter is not None and self._meter.output_tokens):
@@ -284,14 +284,6 @@ class Call:
             return
         for limiter in self._told():
             limiter.observe(status, tenant=ticket.tenant)
-
-    def _classified(self, outcome: object) -> Refusal | None:
-        rules = self._held().rules
-        try:
-            return rules.classify(outcome)
-        except Exception as error:  # which would hide the caller's own
-            log(logging.ERROR, "the rules %r raised %r", rules, error)
-            return None
 
     def _told(self) -> Iterable[TokenRateLimiter]:
         ticket = self._held()

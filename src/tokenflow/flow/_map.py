@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from inspect import isawaitable
 from random import Random
 from types import TracebackType
-from typing import Final, Generic, Literal, Self, TypeVar, final
+from typing import Any, Final, Generic, Literal, Self, TypeVar, final
 
 import anyio
 from anyio.abc import TaskGroup
@@ -28,7 +28,7 @@ from tokenflow._refusal import Refusal
 from tokenflow._usage import known_seconds, positive_int
 from tokenflow.limits._lease import log
 
-__all__ = ["Job", "MapResult", "MapResults", "Progress", "Show", "current_job"]
+__all__ = ["Job", "MapResult", "MapResults", "Progress", "Show", "classified", "current_job"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -316,7 +316,7 @@ class MapResults(Generic[T, R]):
         """Seconds until another attempt may help; None: never."""
         if isinstance(error, TokenflowError) and not isinstance(error, (QueueFull, WaitTimeout)):
             return None
-        refusal = self._refusal(error)
+        refusal = classified(self._classify, error)
         if refusal is None or refusal.is_permanent:
             return None
         told = known_seconds(refusal.retry_after)
@@ -324,13 +324,6 @@ class MapResults(Generic[T, R]):
             return told
         delay = min(_FIRST_DELAY * 2.0 ** (attempt - 1), _LONGEST_DELAY)
         return delay * self._random.uniform(0.5, 1.0)
-
-    def _refusal(self, error: Exception) -> Refusal | None:
-        try:
-            return self._classify(error)
-        except Exception as another:  # by rules of the user's own
-            log(logging.ERROR, "%r could not be classified: %r", error, another)
-            return None
 
     def __repr__(self) -> str:
         if self._tasks is None:
@@ -341,6 +334,15 @@ class MapResults(Generic[T, R]):
             f"<map{' (left)' * self._is_left}: {job.done:,}{total} done, {job.failed:,} failed, "
             f"{0 if self._is_left else self._pending:,} pending, {job.tokens:,} tokens>"
         )
+
+
+def classified(classify: Callable[[Any], Refusal | None], outcome: object) -> Refusal | None:
+    """What it means; unknown where rules of the user's own raise, which would hide it."""
+    try:
+        return classify(outcome)
+    except Exception as error:
+        log(logging.ERROR, "%r could not be classified: %r", outcome, error)
+        return None
 
 
 async def _each(items: Iterable[T] | AsyncIterable[T]) -> AsyncGenerator[T, None]:

@@ -13,7 +13,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, Final, Protocol, Self, final
 from weakref import finalize
 
@@ -35,7 +35,7 @@ from tokenflow.limits._lease import log
 
 from ._bodies import Reader, Unread, described, only_counts, parsed, reader
 
-__all__ = ["MeteredBody", "Throttle"]
+__all__ = ["MeteredBody", "Throttle", "Throttled"]
 
 _IN_LOOP: Final = 1 << 19  # bytes of JSON: some milliseconds
 _LONGEST_ERROR: Final = 1 << 16  # bytes that are looked at
@@ -46,7 +46,7 @@ _BODILESS: Final = (204, 205)  # by what they mean; any other may have lost its 
 class Throttle:
     """One for each transport."""
 
-    __slots__ = ("_body", "_flow", "_http", "_response", "_rules")
+    __slots__ = ("_body", "_flow", "_http", "_rules")
 
     def __init__(
         self,
@@ -58,7 +58,6 @@ class Throttle:
     ) -> None:
         if not isinstance(flow_or_limits, TokenFlow):
             flow_or_limits = TokenFlow(flow_or_limits)
-        self._http = http
         if not hasattr(transport, "handle_async_request"):
             name = http.__name__
             raise TypeError(
@@ -67,7 +66,7 @@ class Throttle:
             )
         self._flow: TokenFlow = flow_or_limits
         self._rules = rules
-        self._response: Callable[..., Any] = http.Response
+        self._http = http
         self._body = body
 
     async def handle(self, request: Any, send: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -78,7 +77,8 @@ class Throttle:
                 f"this client is of {theirs} and its transport of {ours}: take the "
                 f"ThrottledTransport of tokenflow.integrations.{theirs}"
             )
-        call = open_call(self._flow) if _may_generate(request) else None
+        generates = _may_generate(request)
+        call = open_call(self._flow) if generates else None
         is_own = call is None
         if call is None:
             call = self._flow.request(**await _asked(request), rules=self._rules)
@@ -92,7 +92,7 @@ class Throttle:
             with _aimed_at(getattr(call.replica, "target", None), request):
                 response = await send(request)
             try:
-                return await self._passed_on(call, request, response, end)
+                return await self._passed_on(call, response, end, generates=generates)
             except BaseException:
                 await response.aclose()
                 raise
@@ -103,9 +103,10 @@ class Throttle:
     async def _passed_on(
         self,
         call: Call,
-        request: Any,
         response: Any,
         end: Callable[[BaseException | None], None],
+        *,
+        generates: bool,
     ) -> Any:
         is_read = response.is_closed  # below, or it was made whole, as mocks do
         headers = _unpacked(response.headers) if is_read else response.headers
@@ -118,7 +119,7 @@ class Throttle:
             return response
         call.observe(response.headers)
         read_along: Reader = Unread()
-        if _may_generate(request):  # what others report was another call's
+        if generates:  # what others report was another call's
             if response.status_code in _BODILESS:
                 call.reconcile(Usage(input_tokens=call.request.input_tokens))
             read_along = reader(headers, call.meter, call.reconcile)
@@ -153,15 +154,15 @@ class Throttle:
                 response.stream = self._body(_Joined(bytes(head), rest), Unread(), _nothing)
                 return bytes(head)
         await rest.aclose()
-        response.stream = self._response(200, content=bytes(head)).stream
+        response.stream = self._http.Response(200, content=bytes(head)).stream
         return bytes(head)
 
     def _copy(self, response: Any, headers: Any, raw: bytes) -> Any:
         """One that can be looked into."""
         try:
-            return self._response(response.status_code, headers=headers, content=raw)
+            return self._http.Response(response.status_code, headers=headers, content=raw)
         except Exception:  # it is not packed as it says
-            return self._response(response.status_code, headers=_unpacked(headers))
+            return self._http.Response(response.status_code, headers=_unpacked(headers))
 
     def _answer(self, error: TokenflowError) -> Any:
         """An answer in the server's place, in the shape that SDKs know."""
@@ -178,7 +179,7 @@ class Throttle:
             if getattr(error, name, None) is not None:
                 body[name] = getattr(error, name)
         content = json.dumps({"type": "error", "error": body}).encode()
-        return self._response(status, headers=headers, content=content)
+        return self._http.Response(status, headers=headers, content=content)
 
 
 _STATUS: Final[dict[type[TokenflowError], tuple[int, str]]] = {
@@ -260,6 +261,32 @@ def _end_of(call: Call) -> Callable[[BaseException | None], None]:
             call.failed(error)
 
     return end
+
+
+class Throttled:
+    """A transport that is throttled, as far as it is the same for every HTTP library."""
+
+    _transport: Any
+    _throttle: Throttle
+
+    async def __aenter__(self) -> Self:
+        await self._transport.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None = None,
+        exc: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        await self._transport.__aexit__(exc_type, exc, traceback)
+
+    async def aclose(self) -> None:
+        """Close the transport below."""
+        await self._transport.aclose()
+
+    def __repr__(self) -> str:
+        return f"<ThrottledTransport over {self._transport!r}>"
 
 
 class Source(Protocol):

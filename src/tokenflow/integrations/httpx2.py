@@ -5,14 +5,13 @@ Needs `httpx2`, which the SDK brings along; the extra is called `httpx2`.
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Final, Self, final
+from typing import Final, final
 
 import httpx2
 
 from tokenflow.flow import Limits, ProviderRules, TokenFlow
 
-from ._throttle import MeteredBody, Throttle
+from ._throttle import MeteredBody, Throttle, Throttled
 
 __all__ = ["ThrottledTransport"]
 
@@ -30,7 +29,7 @@ class _Body(MeteredBody, httpx2.AsyncByteStream):
 
 
 @final
-class ThrottledTransport(httpx2.AsyncBaseTransport):
+class ThrottledTransport(Throttled, httpx2.AsyncBaseTransport):
     """Puts every request of a client through a flow, on its way to another transport.
 
     >>> import httpx2, tokenflow
@@ -95,22 +94,3 @@ class ThrottledTransport(httpx2.AsyncBaseTransport):
             request, self._transport.handle_async_request
         )
         return response
-
-    async def __aenter__(self) -> Self:
-        await self._transport.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        await self._transport.__aexit__(exc_type, exc, traceback)
-
-    async def aclose(self) -> None:
-        """Close the transport below."""
-        await self._transport.aclose()
-
-    def __repr__(self) -> str:
-        return f"<ThrottledTransport over {self._transport!r}>"

@@ -24,7 +24,6 @@ from ._window import WindowGate
 if TYPE_CHECKING:
     from tokenflow.serving import Replica
 
-    from ._gate import Gate
     from ._limiter import Limiter
 
 __all__ = ["CANCELLED", "Lease", "check_options", "is_due", "log", "priced", "shown"]
@@ -238,17 +237,19 @@ class Lease:
 
     def _settled(self, actual: int | Usage) -> list[int]:
         """What it comes to: with what the call declared, where servers count that at arrival."""
-        asked, declared, least = self._asked, actual, self._costs
+        asked, declared = self._asked, actual
         if isinstance(asked, Usage) and isinstance(actual, Usage):
-            least = []  # but of ints nobody knows what they declared
+            held: list[int] = []
             if actual.max_output_tokens is None and asked.max_output_tokens is not None:
                 declared = replace(actual, max_output_tokens=asked.max_output_tokens)
+        else:  # nobody knows what an int declared: what is held stays
+            held = self._costs
         costs = []
         for i, gate in enumerate(self._path.gates):
-            if not _is_reserved(gate):
-                costs.append(gate.cost(actual))
+            if isinstance(gate, WindowGate) and gate.settle == "reserved":
+                costs.append(max([gate.cost(declared), *held[i : i + 1]]))
             else:
-                costs.append(max([gate.cost(declared), *least[i : i + 1]]))
+                costs.append(gate.cost(actual))
         return costs
 
     def _correct(self, usage: int | Usage, costs: list[int]) -> None:
@@ -413,10 +414,6 @@ def _total(cost: int | Usage) -> int:
 
 def shown(cost: int | Usage) -> str:
     return f"{cost:,} tokens" if isinstance(cost, int) else repr(cost)
-
-
-def _is_reserved(gate: Gate) -> bool:
-    return isinstance(gate, WindowGate) and gate.settle == "reserved"
 
 
 def _settle_path(path: Path) -> None:
